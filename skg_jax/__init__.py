@@ -1,0 +1,1 @@
+"""Page-sparse long-context decoding with an audited, per-request bound on the attention left out."""
