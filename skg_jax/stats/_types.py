@@ -1,0 +1,7 @@
+"""Scalar aliases: a number of Python, of numpy or of jax (traced or not)."""
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+RealLike = float | int | np.floating | Float[np.ndarray, ""] | Float[Array, ""] | Int[Array, ""]
+BoolLike = bool | np.bool_ | Bool[np.ndarray, ""] | Bool[Array, ""]

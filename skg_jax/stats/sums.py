@@ -1,0 +1,30 @@
+"""Sums of logarithmic depth.
+
+A serial float32 sum of n terms may be wrong by n ulp: for 1e5 units that is 6e-3 of the total, more than any rounding
+guard allows. A tree is wrong by about log2(n) ulp (Higham, Accuracy and Stability of Numerical Algorithms, section
+4.2).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def tree_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch"]:
+    """Sum over the last axis by folding halves, in the dtype of x; 0 for an empty axis."""
+    size = 1 << max(0, x.shape[-1] - 1).bit_length()
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
+    return x[..., 0]
+
+
+def prefix_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch U"]:
+    """Inclusive prefix sum over the last axis, log-depth (`jnp.cumsum` is serial on CPU)."""
+    return jax.lax.associative_scan(jnp.add, x, axis=x.ndim - 1)
+
+
+def exclusive_prefix(x: Float[Array, "*batch U"]) -> Float[Array, "*batch U"]:
+    """Prefix sum over the last axis without the element itself: 0, x0, x0+x1, ..."""
+    return jnp.concatenate([jnp.zeros_like(x[..., :1]), prefix_sum(x)[..., :-1]], axis=-1)
