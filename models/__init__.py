@@ -1,1 +1,1 @@
-"""Decoder models: configuration, layers, weights. They receive the attention as an argument and know no policy."""
+"""Llama and Qwen2 decoders: configuration, forward pass, loading. The attention is an argument; no policy lives here."""

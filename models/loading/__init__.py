@@ -1,0 +1,1 @@
+"""Formats on disk: GGUF files, Hugging Face folders, orbax checkpoints."""
