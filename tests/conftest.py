@@ -20,8 +20,10 @@ settings.load_profile("fixed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Unless GPU tests were asked for (`-m gpu`), jax runs on the CPU even where there is a GPU: the reference values are
-    the CPU's, and a busy device must not fail the tests."""
+    """Runs jax on the CPU, even where there is a GPU, unless GPU tests were asked for (`-m gpu`).
+
+    The reference values are the CPU's, and a busy device must not fail the tests.
+    """
     if not re.search(r"(?<!not )\b(multi)?gpu\b", config.getoption("markexpr")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
