@@ -1,1 +1,1 @@
-"""Llama and Qwen2 decoders: configuration, forward pass, loading. The attention is an argument; no policy lives here."""
+"""Llama and Qwen2 decoders: configuration, forward pass, loading. Attention is an argument; no policy lives here."""

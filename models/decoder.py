@@ -61,7 +61,7 @@ def hidden_states(
     attend: Attend,
     carry: Any,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
-    """Runs all layers. Returns (x after the final norm, carry, ys), `ys` being the `y` of every layer, stacked `[L,...]`.
+    """Runs all layers. Returns (x after the final norm, carry, ys); `ys` stacks the `y` of every layer, `[L,...]`.
 
     `carry` goes through `attend` of layer 0, 1, ...: a cache held there is updated in place, whereas as an input and
     output of the scan it would be copied (256 ms against 74 ms a step in the prototype).
