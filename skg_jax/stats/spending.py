@@ -65,12 +65,22 @@ def ledger(alpha: float, attempts: int, failures: int | None = None) -> Spending
     return SpendingConfig(alpha=alpha, attempts=attempts, failures=failures or max(1, round(0.02 * attempts)))
 
 
+class Schedule(NamedTuple):
+    """A `SpendingConfig` as arrays, so that one compiled program serves every request; may be stacked and vmapped."""
+
+    alpha: Float[Array, "*batch"]
+    attempts: Int32[Array, "*batch"]
+    failures: Int32[Array, "*batch"]
+    levels: Float[Array, "*batch 3"]  # alpha of an attempt: none left, even share, even share and ledger
+    log_inv: Float[Array, "*batch 3"]  # log(1/level), rounded up, NO_ALPHA for none
+
+
 class SpendingState(NamedTuple):
     """What a request has spent: the alpha of all epochs and attempts so far, counted failures, counted attempts."""
 
-    spent: Float[Array, ""]
-    failures: Int32[Array, ""]
-    attempts: Int32[Array, ""]
+    spent: Float[Array, "*batch"]
+    failures: Int32[Array, "*batch"]
+    attempts: Int32[Array, "*batch"]
 
 
 class Level(NamedTuple):
@@ -80,44 +90,54 @@ class Level(NamedTuple):
     log_inv_alpha: Float[Array, ""]
 
 
-def init(config: SpendingConfig) -> SpendingState:
-    del config  # nothing is spent yet, under any schedule
+def schedule(config: SpendingConfig) -> Schedule:
+    """The arrays of a configuration; host side."""
+    each, extra = config.levels
+    levels = np.array([0.0, each, each + extra])
+    tails = [np.nextafter(np.float32(-math.log(a)), np.float32(np.inf)) for a in levels[1:]]
+    return Schedule(
+        jnp.asarray(config.alpha, jnp.float32),
+        jnp.asarray(config.attempts, jnp.int32),
+        jnp.asarray(config.failures, jnp.int32),
+        jnp.asarray(levels, jnp.float32),
+        jnp.asarray([NO_ALPHA, *tails], jnp.float32),
+    )
+
+
+def init() -> SpendingState:
+    """Nothing is spent yet, under any schedule."""
     return SpendingState(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
-def next_alpha(config: SpendingConfig, state: SpendingState) -> Level:
+def next_alpha(plan: Schedule, state: SpendingState) -> Level:
     """The level of the next attempt; 0 once the attempts are used up. Fixed before that attempt's key is used."""
-    each, extra = config.levels
-    choices = np.array([0.0, each, each + extra])
-    funded = state.failures < config.failures
-    index = jnp.where(state.attempts < config.attempts, 1 + funded, 0)
-    tails = [NO_ALPHA, *(np.nextafter(np.float32(-math.log(a)), np.float32(np.inf)) for a in choices[1:])]
-    return Level(jnp.asarray(choices, jnp.float32)[index], jnp.asarray(tails, jnp.float32)[index])
+    funded = state.failures < plan.failures
+    index = jnp.where(exhausted(plan, state), 0, 1 + funded)
+    return Level(plan.levels[index], plan.log_inv[index])
 
 
-def update(config: SpendingConfig, state: SpendingState, counted: BoolLike, failed: BoolLike) -> SpendingState:
+def update(plan: Schedule, state: SpendingState, counted: BoolLike, failed: BoolLike) -> SpendingState:
     """Book one attempt.
 
     Args:
         counted: it was audited with fresh randomness. Acceptances by the bounds alone and exact runs cost nothing.
         failed: it was audited and not accepted, whatever happened then. Ignored unless counted.
     """
-    covered = jnp.asarray(counted) & (state.attempts < config.attempts)
+    covered = jnp.asarray(counted) & ~exhausted(plan, state)
     attempts = state.attempts + covered
     failures = state.failures + (covered & failed)
-    spent = jnp.where(covered, _spent(config, attempts, state.failures), state.spent)
+    spent = jnp.where(covered, _spent(plan, attempts, state.failures), state.spent)
     return SpendingState(spent, failures, attempts)
 
 
-def _spent(config: SpendingConfig, attempts: Int32[Array, ""], failures: Int32[Array, ""]) -> Float[Array, ""]:
+def _spent(plan: Schedule, attempts: Int32[Array, ""], failures: Int32[Array, ""]) -> Float[Array, ""]:
     """From the counts, not by adding: float32 sums of a thousand levels may pass alpha."""
-    part = attempts / jnp.float32(config.attempts)
-    if config.failures:
-        epochs = jnp.minimum(failures + 1, config.failures) / jnp.float32(config.failures)
-        part = 0.5 * part + 0.5 * jnp.where(attempts > 0, epochs, 0)
-    return jnp.asarray(np.float32(config.alpha) * part, jnp.float32)
+    part = attempts / plan.attempts.astype(jnp.float32)
+    epochs = jnp.minimum(failures + 1, plan.failures) / jnp.maximum(plan.failures, 1).astype(jnp.float32)
+    both = 0.5 * part + 0.5 * jnp.where(attempts > 0, epochs, 0)
+    return plan.alpha * jnp.where(plan.failures > 0, both, part)
 
 
-def exhausted(config: SpendingConfig, state: SpendingState) -> Bool[Array, ""]:
+def exhausted(plan: Schedule, state: SpendingState) -> Bool[Array, ""]:
     """True when later attempts are no longer covered by the request's alpha."""
-    return state.attempts >= config.attempts
+    return state.attempts >= plan.attempts

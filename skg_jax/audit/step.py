@@ -1,0 +1,202 @@
+"""One audit of one decode step: draw units, read them, and bound the attention that the step lost.
+
+The population is fixed before the key is used. Rounds continue one Kaplan-Wald process; Ville's inequality covers any rule for
+stopping between them. Every row of a batch has its own population, key and error level.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from skg_jax.audit.config import AuditConfig
+from skg_jax.audit.reads import UnitReads, read_units
+from skg_jax.audit.units import StepEvidence
+from skg_jax.kv.cache import PagedKVCache
+from skg_jax.stats import kaplan_wald as kw
+from skg_jax.stats import sampling
+from skg_jax.stats.sums import tree_sum
+
+_UP = 1.0 + 1e-6
+
+
+class AuditReport(NamedTuple):
+    """What the audit of a step established, per row."""
+
+    accepted: Bool[Array, " B"]  # residual <= tau at the row's error level, nothing amiss
+    bound: Float[Array, " B"]  # upper bound on the residual at that level
+    cap: Float[Array, " B"]  # what the page bounds give without reading
+    log_wealth: Float[Array, " B"]  # against "residual >= tau"
+    violated: Bool[Array, " B"]  # a unit lay outside its bounds
+    corrupt: Int[Array, "B 2"]  # (layer, pool block) whose keys failed their checksum, or -1
+    units: Int[Array, " B"]  # unread units of the step
+    drawn: Int[Array, " B"]
+    pages_read: Int[Array, " B"]  # distinct units read
+
+
+class Budget(NamedTuple):
+    """What is asked of a step: residual at most tau, at error exp(-log_inv_alpha)."""
+
+    tau: Float[Array, " B"]
+    log_inv_alpha: Float[Array, " B"]
+
+
+class HeadWeights(NamedTuple):
+    """Known weights of the residual, summing to one over all heads with `uncovered`."""
+
+    omega: Float[Array, "L N"]
+    uncovered: Float[Array, ""]  # weight of heads outside the audit: counted as lost entirely
+
+
+class _Population(NamedTuple):
+    lower: Float[Array, "B U"]
+    upper: Float[Array, "B U"]
+    law: Float[Array, "B U"]
+    cum: Array
+    count: Int[Array, " B"]
+    cap: Float[Array, " B"]
+    floor: Float[Array, " B"]
+    eta: Float[Array, " B"]
+
+
+class _Run(NamedTuple):
+    process: kw.KWState
+    index: Int[Array, "B n"]
+    slack: Float[Array, "B n"]
+    valid: Bool[Array, "B n"]
+    offset: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    violated: Bool[Array, " B"]
+    corrupt: Int[Array, "B 2"]
+
+
+def run(
+    key: Key[Array, " B"],
+    evidence: StepEvidence,
+    cache: PagedKVCache,
+    weights: HeadWeights,
+    budget: Budget,
+    config: AuditConfig,
+) -> AuditReport:
+    """Audit one step.
+
+    Args:
+      key: one per row, fresh: never used before and unknown when the step's pages were chosen.
+      evidence: of all layers. cache: the version that the step used.
+
+    Returns: the report. A row with nothing unread is accepted with bound `uncovered`.
+    """
+    pop = _population(evidence, config)
+    tau = budget.tau - weights.uncovered
+    sizes = [math.ceil(share * pop.law.shape[1]) for share in config.rounds]
+    capacity = sum(sizes)
+    kw_config = kw.KWConfig(capacity=capacity)
+    order = jax.vmap(lambda k, p: sampling.draw_wor(k, p, capacity))(key, pop.law) if config.design == "wor" else None
+    state = _start(pop, capacity, kw_config)
+    for number, (share, size) in enumerate(zip(config.rounds, sizes, strict=True)):
+
+        def one_round(state, number=number, share=share, size=size):
+            drawn = _draw(key, order, pop, state, number, size)
+            slots = jnp.arange(size) < jnp.ceil(share * pop.count)[:, None]
+            reads = read_units(drawn, evidence, cache, weights.omega, config)
+            state = _absorb(state, pop, drawn, slots & ~state.done[:, None], reads, config)
+            done = jax.vmap(lambda *a: kw.decide(*a, config=kw_config))(
+                state.process, pop.cap, tau, budget.log_inv_alpha, pop.eta
+            )
+            return state._replace(done=done | state.done)
+
+        if number == 0:  # always read: it is where broken bounds and corrupt keys show
+            state = one_round(state)
+        else:
+            state = jax.lax.cond(jnp.any(~state.done), one_round, lambda s: s, state)
+    return _report(state, pop, tau, budget, weights, evidence, kw_config)
+
+
+def _population(evidence: StepEvidence, config: AuditConfig) -> _Population:
+    flat = lambda x: jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
+    lower, upper = flat(evidence.lower), flat(evidence.upper)
+    gap = upper - lower
+    valid = upper > 0
+    if config.design == "boundary":
+        law = jax.vmap(sampling.boundary_probs)(gap, lower + upper, valid)
+    else:
+        law = jax.vmap(lambda g, v: sampling.pps_probs(g, v, config.uniform_share))(gap, valid)
+    cum, exact = jax.vmap(sampling.integer_law)(law)
+    cap, floor = tree_sum(upper) * _UP, tree_sum(lower) / _UP
+    eta = jax.vmap(kw.rounding_guard)(cap, floor)
+    law = law if config.design == "wor" else exact
+    return _Population(lower, upper, law, cum, valid.sum(-1, dtype=jnp.int32), cap, floor, eta)
+
+
+def _start(pop: _Population, capacity: int, config: kw.KWConfig) -> _Run:
+    batch = pop.cap.shape[0]
+    blank = lambda dtype: jnp.zeros((batch, capacity), dtype)
+    process = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), kw.init(config))
+    none = jnp.zeros(batch, bool)
+    return _Run(
+        process, blank(jnp.int32), blank(jnp.float32), blank(bool), jnp.zeros(batch, jnp.int32), pop.count == 0, none,
+        jnp.full((batch, 2), -1),
+    )  # fmt: skip
+
+
+def _draw(key, order, pop: _Population, state: _Run, number: int, size: int) -> Int[Array, "B n"]:
+    if order is None:
+        return jax.vmap(lambda k, c: sampling.draw_iid(jax.random.fold_in(k, number), c, size))(key, pop.cum)
+    at = jnp.minimum(state.offset[:, None] + jnp.arange(size), order.shape[1] - 1)
+    return jnp.take_along_axis(order, at, axis=1)
+
+
+def _absorb(state: _Run, pop: _Population, drawn, valid, reads: UnitReads, config: AuditConfig) -> _Run:
+    """Continue every row's process with the units of one round."""
+    take = lambda x: jnp.take_along_axis(x, drawn, axis=1)
+    slack, law = take(pop.upper) - reads.x, take(pop.law)
+    valid = valid & (law > 0)
+    at = jnp.where(valid, state.offset[:, None] + jnp.cumsum(valid, axis=1) - 1, state.index.shape[1])
+    put = lambda whole, part: jax.vmap(lambda w, p, i: w.at[i].set(p, mode="drop"))(whole, part, at)
+    index, slacks, seen = put(state.index, drawn), put(state.slack, slack), put(state.valid, valid)
+    known = tree_sum(jnp.where(jax.vmap(sampling.first_visits)(index, seen), slacks, 0.0))
+    if config.design == "wor":
+        before = jnp.where(state.valid, jnp.take_along_axis(pop.law, state.index, axis=1), 0.0)
+        left, removed = 1.0 - tree_sum(before), tree_sum(jnp.where(state.valid, state.slack, 0.0))
+        seen_now = jax.vmap(kw.observe_wor)(slack, law, valid, left, removed)
+    else:
+        seen_now = jax.vmap(lambda s, p, v, k: kw.observe_iid(s, p, v, 0.0, k))(slack, law, valid, known)
+    bad = reads.corrupt & valid
+    first = jnp.argmax(bad, axis=1)[:, None]
+    place = jnp.stack([jnp.take_along_axis(x, first, axis=1)[:, 0] for x in (reads.layer, reads.block)], axis=1)
+    fresh = bad.any(1, keepdims=True) & (state.corrupt[:, :1] < 0)
+    return state._replace(
+        process=jax.vmap(kw.update_batch)(state.process, *seen_now),
+        index=index,
+        slack=slacks,
+        valid=seen,
+        offset=state.offset + valid.sum(1, dtype=jnp.int32),
+        violated=state.violated | (reads.violated & valid).any(1),
+        corrupt=jnp.where(fresh, place.astype(state.corrupt.dtype), state.corrupt),
+    )
+
+
+def _report(state: _Run, pop: _Population, tau, budget: Budget, weights, evidence, config) -> AuditReport:
+    bound = jax.vmap(lambda *a: kw.upper(*a, config=config))(
+        state.process, pop.cap, pop.floor, budget.log_inv_alpha, pop.eta
+    )
+    wealth = jax.vmap(lambda *a: kw.log_wealth(*a, config=config))(state.process, pop.cap, tau, pop.eta)
+    bounded = evidence.unbounded.sum(0) == 0
+    sound = bounded & ~state.violated & (state.corrupt[:, 0] < 0)
+    nothing = pop.count == 0
+    bound = jnp.where(nothing, 0.0, bound) + weights.uncovered
+    return AuditReport(
+        accepted=sound & jnp.where(nothing, tau >= 0, state.done),
+        bound=jnp.where(sound, bound, jnp.inf),
+        cap=pop.cap + weights.uncovered,
+        log_wealth=wealth,
+        violated=state.violated,
+        corrupt=state.corrupt,
+        units=pop.count,
+        drawn=state.offset,
+        pages_read=jax.vmap(sampling.first_visits)(state.index, state.valid).sum(1, dtype=jnp.int32),
+    )

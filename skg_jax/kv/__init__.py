@@ -1,0 +1,1 @@
+"""The paged KV cache, its key sketch and its integrity metadata."""

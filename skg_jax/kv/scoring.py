@@ -1,0 +1,63 @@
+"""Sketch scores of all pages of one layer: the selector's signal and the audit's bounds, from one read of the sketch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from skg_jax.kv import sketch
+from skg_jax.kv.cache import PagedKVCache, current
+from skg_jax.kv.sketch import BoundKind, PageScores
+from skg_jax.types import BLOCK
+
+_CHUNK_BLOCKS = 16
+
+
+def score_pages(
+    q: Float[Array, "B N H"],
+    cache: PagedKVCache,
+    layer: Int[Array, ""],
+    length: Int[Array, " B"],
+    page_size: int,
+    kind: BoundKind = "sketch",
+) -> PageScores:
+    """Estimate and bounds of the log-mass of every page, [B, K, G, M], float32.
+
+    Pages of blocks without current metadata have estimate and lower bound -inf and upper bound +inf: nothing is known of them.
+    """
+    batch, heads, dim = q.shape
+    kv_heads, parts = cache.k.shape[2], BLOCK // page_size
+    grouped = q.astype(jnp.float32).reshape(batch, 1, kv_heads, heads // kv_heads, dim)
+    padded = -(-cache.max_blocks // _CHUNK_BLOCKS) * _CHUNK_BLOCKS
+    table = jnp.pad(cache.page_table, ((0, 0), (0, padded - cache.max_blocks)))
+    blank = jnp.zeros((batch, padded, *grouped.shape[2:4], parts))
+
+    def body(i, out):
+        ids = jax.lax.dynamic_slice_in_dim(table, i * _CHUNK_BLOCKS, _CHUNK_BLOCKS, axis=1)
+        record = jax.tree.map(lambda pool: pool[layer, ids], cache.sketch)
+        found = sketch.page_scores(grouped, record, cache.key_norm[layer, ids], page_size, kind)
+        put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, i * _CHUNK_BLOCKS, axis=1)
+        return jax.tree.map(put, out, found)
+
+    trips = jnp.minimum(-(-length.max() // (_CHUNK_BLOCKS * BLOCK)), padded // _CHUNK_BLOCKS)
+    found = jax.lax.fori_loop(0, trips, body, PageScores(blank, blank, blank))
+    known = current(cache)[:, :, None, None, None]
+    shape = (batch, *grouped.shape[2:4], cache.max_blocks * parts)
+    by_head = lambda x: jnp.moveaxis(x, 1, 3).reshape(shape)
+    unknown = PageScores(-jnp.inf, -jnp.inf, jnp.inf)
+    return jax.tree.map(lambda x, other: by_head(jnp.where(known, x[:, : cache.max_blocks], other)), found, unknown)
+
+
+def forced_pages(
+    cache: PagedKVCache, length: Int[Array, " B"], page_size: int, sink_pages: int, recent_pages: int
+) -> Array:
+    """Pages that attention must read whatever the selector says, [B, M] bool.
+
+    The first pages (attention sinks), the recent window, and every page of a block without current metadata.
+    """
+    parts = BLOCK // page_size
+    page = jnp.arange(cache.max_blocks * parts)
+    last = -(-length // page_size)[:, None]
+    unknown = jnp.repeat(~current(cache), parts, axis=1)
+    return (unknown | (page < sink_pages) | (page >= last - recent_pages)) & (page < last)

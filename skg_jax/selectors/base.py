@@ -1,0 +1,71 @@
+"""What a page selector is: two functions, and the list of pages that they produce.
+
+A selector never claims anything: the audit bounds what any of them drops. It may carry state from layer to layer and step to
+step. The budget is a traced number per sequence, so that a larger tier does not recompile; `inf` means every page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from skg_jax.kv.sketch import PageScores
+
+
+class Selection(NamedTuple):
+    """Pages to read, per sequence and KV head, in ascending order; entries past `num_pages` are meaningless."""
+
+    page_ids: Int[Array, "B K M"]
+    num_pages: Int[Array, "B K"]
+
+
+class SelectContext(NamedTuple):
+    """What a selector may look at in one layer of one step."""
+
+    scores: PageScores  # [B, K, G, M] log-masses from the sketch
+    must_read: Bool[Array, "B M"]  # pages without valid bounds, sinks, the recent window
+    total_pages: Int[Array, " B"]  # pages in use by each sequence
+    layer: Int[Array, ""]
+
+
+class Selector(NamedTuple):
+    """`init() -> state`; `select(ctx, state, budget [B]) -> (Selection, state)`."""
+
+    name: str
+    init: Callable[[], Any]
+    select: Callable[[SelectContext, Any, Float[Array, " B"]], tuple[Selection, Any]]
+
+
+def valid_pages(ctx: SelectContext) -> Bool[Array, "B M"]:
+    return jnp.arange(ctx.must_read.shape[-1]) < ctx.total_pages[:, None]
+
+
+def estimated_share(ctx: SelectContext) -> Float[Array, "B K M"]:
+    """Estimated attention mass of each page, averaged over the query heads of the group; sums to one."""
+    estimate = jnp.where(valid_pages(ctx)[:, None, None], ctx.scores.estimate, -jnp.inf)
+    top = estimate.max(-1, keepdims=True)
+    mass = jnp.exp(estimate - jnp.where(jnp.isfinite(top), top, 0.0))
+    return (mass / jnp.maximum(mass.sum(-1, keepdims=True), 1e-30)).mean(2)
+
+
+def take(ctx: SelectContext, wanted: Bool[Array, "B K M"]) -> Selection:
+    """The selection that reads the wanted pages, and those that must be read in any case.
+
+    Ascending order keeps the one page that may be partly filled at the end of the list.
+    """
+    read = (wanted | ctx.must_read[:, None]) & valid_pages(ctx)[:, None]
+    pages = jnp.arange(read.shape[-1], dtype=jnp.int32)
+    order = jnp.sort(jnp.where(read, pages, read.shape[-1]), axis=-1)
+    return Selection(jnp.minimum(order, read.shape[-1] - 1), read.sum(-1, dtype=jnp.int32))
+
+
+def mask_of(selection: Selection) -> Bool[Array, "B K M"]:
+    """Boolean form of a selection."""
+    pages = selection.page_ids.shape[-1]
+    listed = jnp.arange(pages) < selection.num_pages[..., None]
+    at = jnp.where(listed, selection.page_ids, pages)
+    b, k = jnp.indices(at.shape[:2], sparse=True)
+    return jnp.zeros(at.shape, bool).at[b[..., None], k[..., None], at].set(True, mode="drop")
