@@ -93,6 +93,6 @@ class ModelConfig:
     @classmethod
     def from_gguf(cls, reader) -> "ModelConfig":
         """From an open `gguf.GGUFReader`; raises `ModelError` on whatever would change the computation unseen."""
-        from models.loading import gguf_config
+        from models.loading import gguf_metadata
 
-        return cls(**gguf_config.fields(reader))
+        return cls(**gguf_metadata.fields(reader))

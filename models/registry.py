@@ -44,9 +44,7 @@ class Model(NamedTuple):
     sha256: str | None
 
 
-def load(
-    name_or_path: str | os.PathLike = DEFAULT, dtype: Any = jnp.float32, progress: Progress | None = None
-) -> Model:
+def load(name_or_path: str | Path = DEFAULT, dtype: Any = jnp.float32, progress: Progress | None = None) -> Model:
     """Loads a built-in model, a GGUF file, a Hugging Face folder or an orbax directory, as parameters of `dtype`.
 
     `progress(bytes_done, bytes_in_all)` is called after each parameter. Raises `ModelError`.
@@ -66,12 +64,12 @@ def load(
     return Model(config, params, name if name in BUILT_IN else path.stem, path, form, sha256)
 
 
-def save(folder: str | os.PathLike, model: Model, tokenizer: orbax.SavesTokenizer | None = None) -> None:
+def save(folder: str | Path, model: Model, tokenizer: orbax.SavesTokenizer | None = None) -> None:
     """Writes an orbax directory that `load` reads; with the tokenizer it is self-contained. Raises `ModelError`."""
     orbax.save(Path(folder), model.config, model.params, tokenizer)
 
 
-def find(name_or_path: str | os.PathLike) -> Path:
+def find(name_or_path: str | Path) -> Path:
     """The file or folder of a model; raises `ModelError` saying how to get it when it is not there."""
     name = os.fspath(name_or_path)
     if name not in BUILT_IN:

@@ -1,6 +1,6 @@
 """Text to token ids and back, for the three model formats, through the `tokenizers` library.
 
-Exactly one beginning-of-sequence token is added where the model wants one, whether or not the text already starts with it.
+Where a model wants a beginning-of-sequence token there is exactly one, also when the text already starts with it.
 """
 
 import json
@@ -161,9 +161,7 @@ def _ids(value: Any) -> list[int]:
 def _id(backend: tokenizers.Tokenizer, token: str, role: str) -> int:
     found = backend.token_to_id(token)
     if found is None:
-        raise ModelError(
-            f"The {role} {token!r} is not in the vocabulary; the tokenizer's files do not belong together."
-        )
+        raise ModelError(f"The {role} {token!r} is not in the vocabulary; the tokenizer's files do not match.")
     return found
 
 
@@ -225,7 +223,7 @@ _PRE_TOKENIZERS = {
 
 def _from_gguf(path: Path) -> Tokenizer:
     # Imported here: a folder's tokenizer needs no GGUF reader.
-    from models.loading.gguf import open_reader
+    from models.loading.gguf_reader import open_reader
 
     fields = open_reader(path).fields
 

@@ -1,6 +1,5 @@
 """GGUF files (llama.cpp): weights are dequantised once, while loading."""
 
-import struct
 from pathlib import Path
 
 import gguf
@@ -10,6 +9,7 @@ from models.config import ModelConfig
 from models.decoder import Params
 from models.errors import ModelError
 from models.loading import table
+from models.loading.gguf_reader import open_reader
 
 NAMES = {
     "embed": "token_embd.weight",
@@ -29,14 +29,6 @@ NAMES = {
 IGNORED = {"rope_freqs.weight"}  # read with the configuration
 
 
-def open_reader(path: Path) -> gguf.GGUFReader:
-    """Maps the file into memory; raises `ModelError` when it is no GGUF file or ends too early."""
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, struct.error) as error:
-        raise ModelError(f"{path} is no GGUF file, truncated or damaged; download it again ({error}).") from error
-
-
 class GGUFSource:
     """Dequantised tensors, with the rows of q and k in half-split order."""
 
@@ -53,7 +45,7 @@ class GGUFSource:
             weights = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise ModelError(
-                f"{self.path} stores {name} as {tensor.tensor_type.name}, which cannot be read."
+                f"{self.path} stores {name} as {tensor.tensor_type.name}, which is not readable."
             ) from error
         if self.config.architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
             return half_split(weights, self.config.head_dim)

@@ -69,7 +69,7 @@ class SafetensorsSource:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file, handle in self.files.items():
             for tensor in handle.keys():
-                # A copy that the index places elsewhere is stale; a name that the index lacks is reported as unexpected.
+                # A copy that the index places elsewhere is stale; a name that it lacks is reported as unexpected.
                 if assigned is None or assigned.get(tensor, file) == file:
                     self.home[tensor] = file
                     self.shapes[tensor] = tuple(handle.get_slice(tensor).get_shape())
@@ -88,7 +88,7 @@ class SafetensorsSource:
 
 
 def _ignored(source: SafetensorsSource, config: ModelConfig) -> set[str]:
-    """Buffers that follow from the configuration, and the copy of the embedding that some files hold for a tied head."""
+    """Buffers that follow from the configuration, and a tied head that some files hold as a copy."""
     ignored = {name for name in source.shapes if name.endswith("rotary_emb.inv_freq")}
     head, embed = NAMES["head"], NAMES["embed"]
     if config.tied_embeddings and head in source.shapes and embed in source.shapes:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import gguf
+
 from models.errors import ModelError
 
 REQUIRED = {
@@ -32,14 +34,12 @@ NEUTRAL = {
 }
 
 
-def fields(reader) -> dict[str, Any]:
-    """Arguments of `ModelConfig` from an open `gguf.GGUFReader`; raises `ModelError` naming what it cannot honour."""
+def fields(reader: gguf.GGUFReader) -> dict[str, Any]:
+    """Arguments of `ModelConfig` from an open file; raises `ModelError` naming what it cannot honour."""
     metadata = {name: field for name, field in reader.fields.items()}
     architecture = _contents(metadata, "general.architecture")
     if architecture not in ("llama", "qwen2"):
-        raise ModelError(
-            f"The GGUF file holds architecture {architecture!r}, but only llama and qwen2 are implemented."
-        )
+        raise ModelError(f"The GGUF file holds a {architecture!r} model, but only llama and qwen2 are implemented.")
     if _contents(metadata, "split.count", 1) != 1:
         raise ModelError("The GGUF file is one part of several; merge the parts with llama-gguf-split --merge first.")
     values = {
