@@ -3,8 +3,8 @@
     uv run python .ci/pins.py            resolves anew and rewrites the two lists of pins
     uv run python .ci/pins.py --check    exits 1 when a package is missing from the lists or stands there for nothing
 
-uv's own lock file names hosts and stays out of git, so the pins are uv constraints: they bind what `uv sync` and `uv run`
-resolve, and install nothing by themselves. The resolution happens in a temporary folder.
+uv's own lock file names hosts and stays out of git, so the pins are uv constraints: they bind what `uv sync` and
+`uv run` resolve, and install nothing by themselves. The resolution happens in a temporary folder.
 """
 
 import argparse

@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The reference values are the CPU's, and a busy device must not fail the tests.
     """
-    if not re.search(r"(?<!not )\b(multi)?gpu\b", config.getoption("markexpr")):
+    if not re.search(r"(?<!not )\b(multi)?gpu\b", config.option.markexpr):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
