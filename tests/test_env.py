@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy
 import pytest
+from jaxtyping import TypeCheckError
 
 from skg_jax import env
 
@@ -80,3 +81,8 @@ def test_commit_is_unknown_outside_a_checkout(monkeypatch, tmp_path):
 def test_a_command_that_fails_says_nothing():
     assert env._output(sys.executable, "-c", "print(1); raise SystemExit(3)") == ""
     assert env._output("surely-not-a-program") == ""
+
+
+def test_signatures_are_checked_while_tests_run():
+    with pytest.raises(TypeCheckError, match="runtime"):
+        env.cuda_warning("12080")  # type: ignore[reportArgumentType]
