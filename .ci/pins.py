@@ -1,14 +1,13 @@
 """Keeps every version that an install may meet, transitive ones too, pinned in pyproject.toml.
 
-    uv run python .ci/pins.py            resolves anew and rewrites the two lists of pins
-    uv run python .ci/pins.py --check    exits 1 when a package is missing from the lists or stands there for nothing
+    python3 -m uv run python .ci/pins.py           resolves anew and rewrites the two lists of pins
+    python3 -m uv run python .ci/pins.py --check   exits 1 when a package is missing from the lists or stands there for nothing
 
 uv's own lock file names hosts and stays out of git, so the pins are uv constraints: they bind what `uv sync` and
 `uv run` resolve, and install nothing by themselves. The resolution happens in a temporary folder.
 """
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -23,10 +22,8 @@ LISTS = ("constraint-dependencies", "build-constraint-dependencies")  # what is 
 
 def uv(*args: str, cwd: Path) -> str:
     """Runs uv and returns its standard output; its errors go to the terminal."""
-    program = os.environ.get("UV") or shutil.which("uv")  # `uv run` sets UV
-    if program is None:
-        sys.exit("uv is not installed: run `python3 -m pip install uv` first.")
-    return subprocess.run([program, *args], cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
+    command = [sys.executable, "-m", "uv", *args]
+    return subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def with_pins(text: str, pins: dict[str, list[str]]) -> str:
@@ -72,7 +69,7 @@ def main() -> None:
     text = path.read_text()
     new = with_pins(text, resolve(text if check else with_pins(text, {name: [] for name in LISTS})))
     if check and new != text:
-        sys.exit("The pins in pyproject.toml are not complete: run `uv run python .ci/pins.py` and commit the result.")
+        sys.exit("The pins in pyproject.toml are not complete: run `python3 -m uv run python .ci/pins.py` and commit the result.")
     path.write_text(new)
     print(f"pins: {sum(len(tomllib.loads(new)['tool']['uv'][name]) for name in LISTS)} versions")
 
