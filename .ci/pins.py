@@ -1,7 +1,7 @@
 """Keeps every version that an install may meet, transitive ones too, pinned in pyproject.toml.
 
-    python3 -m uv run python .ci/pins.py           resolves anew and rewrites the two lists of pins
-    python3 -m uv run python .ci/pins.py --check   exits 1 when a package is missing from the lists or stands there for nothing
+    python3 .ci/pins.py            resolves anew and rewrites the two lists of pins
+    python3 .ci/pins.py --check    exits 1 when a package is missing from the lists, or stands there for nothing
 
 uv's own lock file names hosts and stays out of git, so the pins are uv constraints: they bind what `uv sync` and
 `uv run` resolve, and install nothing by themselves. The resolution happens in a temporary folder.
@@ -69,7 +69,7 @@ def main() -> None:
     text = path.read_text()
     new = with_pins(text, resolve(text if check else with_pins(text, {name: [] for name in LISTS})))
     if check and new != text:
-        sys.exit("The pins in pyproject.toml are not complete: run `python3 -m uv run python .ci/pins.py` and commit the result.")
+        sys.exit("The pins in pyproject.toml are not complete: run `python3 .ci/pins.py` and commit the result.")
     path.write_text(new)
     print(f"pins: {sum(len(tomllib.loads(new)['tool']['uv'][name]) for name in LISTS)} versions")
 
