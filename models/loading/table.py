@@ -4,6 +4,7 @@ Both file formats store a matrix `[out, in]`; ours are `[in, out]` with the head
 """
 
 import concurrent.futures
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -106,7 +107,9 @@ def fill(
     params: Params = {}
     total = sum(int(np.prod(slot.shape)) * len(_names(slot, config)) for slot in table) * jnp.dtype(dtype).itemsize
     done = 0
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    # Dequantising is bound by memory: more threads than this take longer than one (8 s against 3 s on two cores).
+    workers = max(1, (os.cpu_count() or 1) // 2)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for slot in table:
             value = jax.device_put(_stack(source, slot, _names(slot, config), jnp.dtype(dtype), pool))
             _put(params, slot.path, value)
