@@ -19,7 +19,8 @@ class AuditConfig:
     Attributes:
       page_size: tokens per page, 16, 32 or 64.
       residual: "mass", the dropped attention mass; "output", a bound on the relative change of the attention output.
-      rounds: share of the unread units drawn in each round; rounds stop at the first acceptance.
+      rate: share of the unread units drawn in the first round, which is always read.
+      rounds: size of each round in multiples of the first; rows stop at the end of the first round that accepts them.
       design: "pps", independent draws proportional to the gap between the bounds; "wor", the same law without replacement;
         "boundary", uniform draws near the selection boundary plus uniform ones (for comparison: it needs far more).
       bounds: "sketch", or "box" for channel minima and maxima alone (for comparison: certifies nothing).
@@ -33,7 +34,8 @@ class AuditConfig:
 
     page_size: int = 16
     residual: Residual = "mass"
-    rounds: tuple[float, ...] = (0.01, 0.01, 0.02)
+    rate: float = 0.01
+    rounds: tuple[int, ...] = (1, 1, 2)
     design: Design = "pps"
     bounds: BoundKind = "sketch"
     uniform_share: float = 0.02
@@ -44,8 +46,10 @@ class AuditConfig:
     def __post_init__(self):
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size}.")
-        if not self.rounds or not all(0 < share <= 1 for share in self.rounds):
-            raise ValueError(f"rounds must be shares in (0, 1], at least one, not {self.rounds}.")
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate must be in (0, 1], not {self.rate}.")
+        if not self.rounds or self.rounds[0] != 1 or min(self.rounds) < 1:
+            raise ValueError(f"rounds must be multiples of the first, which is 1, not {self.rounds}.")
         if not 0 < self.uniform_share <= 1:
             raise ValueError(f"uniform_share must be in (0, 1], not {self.uniform_share}.")
         if not self.output_floor > 0:

@@ -68,7 +68,9 @@ class _Run(NamedTuple):
     index: Int[Array, "B n"]
     slack: Float[Array, "B n"]
     valid: Bool[Array, "B n"]
+    parts: Int[Array, ""]
     offset: Int[Array, " B"]
+    log_wealth: Float[Array, " B"]  # against "residual >= tau"
     done: Bool[Array, " B"]
     violated: Bool[Array, " B"]
     corrupt: Int[Array, "B 2"]
@@ -91,29 +93,27 @@ def run(
     Returns: the report. A row with nothing unread is accepted with bound `uncovered`.
     """
     pop = _population(evidence, config)
-    tau = budget.tau - weights.uncovered
-    sizes = [math.ceil(share * pop.law.shape[1]) for share in config.rounds]
-    capacity = sum(sizes)
-    kw_config = kw.KWConfig(capacity=capacity)
-    order = jax.vmap(lambda k, p: sampling.draw_wor(k, p, capacity))(key, pop.law) if config.design == "wor" else None
-    state = _start(pop, capacity, kw_config)
-    for number, (share, size) in enumerate(zip(config.rounds, sizes, strict=True)):
+    limit = budget._replace(tau=budget.tau - weights.uncovered)
+    size = math.ceil(config.rate * pop.law.shape[1])
+    kw_config = kw.KWConfig(capacity=size * sum(config.rounds))
+    order = None
+    if config.design == "wor":
+        order = jax.vmap(lambda k, p: sampling.draw_wor(k, p, min(kw_config.capacity, p.shape[0])))(key, pop.law)
+    ends = jnp.cumsum(jnp.asarray(config.rounds))
 
-        def one_round(state, number=number, share=share, size=size):
-            drawn = _draw(key, order, pop, state, number, size)
-            slots = jnp.arange(size) < jnp.ceil(share * pop.count)[:, None]
-            reads = read_units(drawn, evidence, cache, weights.omega, config)
-            state = _absorb(state, pop, drawn, slots & ~state.done[:, None], reads, config)
-            done = jax.vmap(lambda *a: kw.decide(*a, config=kw_config))(
-                state.process, pop.cap, tau, budget.log_inv_alpha, pop.eta
-            )
-            return state._replace(done=done | state.done)
+    def part(state):
+        """As many draws as the first round has; later rounds are several of these."""
+        drawn = _draw(key, order, pop, state, size)
+        slots = jnp.arange(size) < jnp.ceil(config.rate * pop.count)[:, None]
+        reads = read_units(drawn, evidence, cache, weights.omega, config)
+        state = _absorb(state, pop, drawn, slots & ~state.done[:, None], reads, config)
+        return _judge(state, pop, limit, jnp.any(state.parts == ends), kw_config)
 
-        if number == 0:  # always read: it is where broken bounds and corrupt keys show
-            state = one_round(state)
-        else:
-            state = jax.lax.cond(jnp.any(~state.done), one_round, lambda s: s, state)
-    return _report(state, pop, tau, budget, weights, evidence, kw_config)
+    def going(state):  # the first round is always read: it is where broken bounds and corrupt keys show
+        return (state.parts == 0) | ((state.parts < ends[-1]) & ~jnp.all(state.done))
+
+    state = jax.lax.while_loop(going, part, _start(pop, kw_config))
+    return _report(state, pop, limit, weights, evidence, kw_config)
 
 
 def _population(evidence: StepEvidence, config: AuditConfig) -> _Population:
@@ -132,20 +132,28 @@ def _population(evidence: StepEvidence, config: AuditConfig) -> _Population:
     return _Population(lower, upper, law, cum, valid.sum(-1, dtype=jnp.int32), cap, floor, eta)
 
 
-def _start(pop: _Population, capacity: int, config: kw.KWConfig) -> _Run:
+def _start(pop: _Population, config: kw.KWConfig) -> _Run:
     batch = pop.cap.shape[0]
-    blank = lambda dtype: jnp.zeros((batch, capacity), dtype)
+    blank = lambda dtype: jnp.zeros((batch, config.capacity), dtype)
     process = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), kw.init(config))
-    none = jnp.zeros(batch, bool)
     return _Run(
-        process, blank(jnp.int32), blank(jnp.float32), blank(bool), jnp.zeros(batch, jnp.int32), pop.count == 0, none,
-        jnp.full((batch, 2), -1),
-    )  # fmt: skip
+        process=process,
+        index=blank(jnp.int32),
+        slack=blank(jnp.float32),
+        valid=blank(bool),
+        parts=jnp.int32(0),
+        offset=jnp.zeros(batch, jnp.int32),
+        log_wealth=jnp.zeros(batch),
+        done=pop.count == 0,
+        violated=jnp.zeros(batch, bool),
+        corrupt=jnp.full((batch, 2), -1, jnp.int32),
+    )
 
 
-def _draw(key, order, pop: _Population, state: _Run, number: int, size: int) -> Int[Array, "B n"]:
+def _draw(key, order, pop: _Population, state: _Run, size: int) -> Int[Array, "B n"]:
     if order is None:
-        return jax.vmap(lambda k, c: sampling.draw_iid(jax.random.fold_in(k, number), c, size))(key, pop.cum)
+        fresh = lambda k, c: sampling.draw_iid(jax.random.fold_in(k, state.parts), c, size)
+        return jax.vmap(fresh)(key, pop.cum)
     at = jnp.minimum(state.offset[:, None] + jnp.arange(size), order.shape[1] - 1)
     return jnp.take_along_axis(order, at, axis=1)
 
@@ -174,26 +182,32 @@ def _absorb(state: _Run, pop: _Population, drawn, valid, reads: UnitReads, confi
         index=index,
         slack=slacks,
         valid=seen,
+        parts=state.parts + 1,
         offset=state.offset + valid.sum(1, dtype=jnp.int32),
         violated=state.violated | (reads.violated & valid).any(1),
-        corrupt=jnp.where(fresh, place.astype(state.corrupt.dtype), state.corrupt),
+        corrupt=jnp.where(fresh, place.astype(jnp.int32), state.corrupt),
     )
 
 
-def _report(state: _Run, pop: _Population, tau, budget: Budget, weights, evidence, config) -> AuditReport:
+def _judge(state: _Run, pop: _Population, limit: Budget, at_end, config: kw.KWConfig) -> _Run:
+    """Update the wealth, and at the end of a round stop the rows that it certifies."""
+    wealth = jax.vmap(lambda *a: kw.log_wealth(*a, config=config))(state.process, pop.cap, limit.tau, pop.eta)
+    certified = jax.vmap(kw.certified)(state.process, pop.cap, limit.tau, limit.log_inv_alpha, pop.eta, wealth)
+    return state._replace(log_wealth=wealth, done=state.done | (certified & at_end))
+
+
+def _report(state: _Run, pop: _Population, limit: Budget, weights: HeadWeights, evidence, config) -> AuditReport:
     bound = jax.vmap(lambda *a: kw.upper(*a, config=config))(
-        state.process, pop.cap, pop.floor, budget.log_inv_alpha, pop.eta
+        state.process, pop.cap, pop.floor, limit.log_inv_alpha, pop.eta
     )
-    wealth = jax.vmap(lambda *a: kw.log_wealth(*a, config=config))(state.process, pop.cap, tau, pop.eta)
-    bounded = evidence.unbounded.sum(0) == 0
-    sound = bounded & ~state.violated & (state.corrupt[:, 0] < 0)
+    sound = (evidence.unbounded.sum(0) == 0) & ~state.violated & (state.corrupt[:, 0] < 0)
     nothing = pop.count == 0
     bound = jnp.where(nothing, 0.0, bound) + weights.uncovered
     return AuditReport(
-        accepted=sound & jnp.where(nothing, tau >= 0, state.done),
+        accepted=sound & jnp.where(nothing, limit.tau >= 0, state.done),
         bound=jnp.where(sound, bound, jnp.inf),
         cap=pop.cap + weights.uncovered,
-        log_wealth=wealth,
+        log_wealth=state.log_wealth,
         violated=state.violated,
         corrupt=state.corrupt,
         units=pop.count,

@@ -42,7 +42,7 @@ from skg_jax.stats.sums import exclusive_prefix, prefix_sum, tree_sum
 
 GUARD = 2e-5  # on the remaining slack, relative to the cap; without it float32 loses coverage near exhaustion
 MASS_GUARD = 2e-6  # the probability mass still unread is rounded down by this
-LOG_ERROR = 1e-6  # rounding of one log factor, in nats, added to the threshold
+LOG_ERROR = 1e-6  # rounding of one log factor, in nats
 TINY = 1e-37
 HUGE = 1e30
 
@@ -234,8 +234,12 @@ def wealth_path(
 def log_wealth(
     state: KWState, cap: RealLike, m: RealLike, eta: RealLike, config: KWConfig = DEFAULT
 ) -> Float[Array, ""]:
-    """Running maximum of log K(m) over all times so far, from log K_0 = 0."""
-    return jnp.max(wealth_path(state, cap, m, eta, config), initial=0)
+    """Running maximum of log K(m) over all times so far, from log K_0 = 0.
+
+    Rounded down by LOG_ERROR nats a draw, so that it may be compared with log(1/alpha) as it is.
+    """
+    path = wealth_path(state, cap, m, eta, config)
+    return jnp.max(path - LOG_ERROR * jnp.arange(1, path.size + 1, dtype=path.dtype), initial=0)
 
 
 def decide(
@@ -247,8 +251,15 @@ def decide(
     config: KWConfig = DEFAULT,
 ) -> Bool[Array, ""]:
     """True when "R <= budget" is certified, by the bounds and reads alone or by the wealth. Needs no inversion."""
+    return certified(state, cap, budget, log_inv_alpha, eta, log_wealth(state, cap, budget, eta, config))
+
+
+def certified(
+    state: KWState, cap: RealLike, budget: RealLike, log_inv_alpha: RealLike, eta: RealLike, peak: RealLike
+) -> Bool[Array, ""]:
+    """`decide` for a caller that has `log_wealth` at the budget at hand."""
     by_bounds = _cap_left(state, cap, eta) <= jnp.asarray(budget)
-    return by_bounds | (log_wealth(state, cap, budget, eta, config) >= _threshold(state, log_inv_alpha))
+    return by_bounds | (jnp.asarray(peak) >= log_inv_alpha)
 
 
 def upper(
@@ -273,12 +284,11 @@ def upper(
     low = jnp.minimum(jnp.asarray(floor, dtype), high)
     share = jnp.arange(1, config.grid + 1, dtype=dtype) / (config.grid + 1)
     peak = jax.vmap(lambda m: log_wealth(state, cap, m, eta, config))
-    threshold = _threshold(state, log_inv_alpha)
 
     def refine(bracket, _):
         low, high = bracket
         edges = jnp.concatenate([low[None], low + (high - low) * share, high[None]])
-        kept = ~(peak(edges[1:-1]) >= threshold)  # NaN is not a rejection
+        kept = ~(peak(edges[1:-1]) >= log_inv_alpha)  # NaN is not a rejection
         last = jnp.max(jnp.where(kept, jnp.arange(1, config.grid + 1), 0))
         return (edges[last], jnp.minimum(edges[last + 1], high)), None
 
@@ -317,7 +327,3 @@ def planned_draws(cap: float, total: float, budget: float, log_inv_alpha: float,
 def _cap_left(state: KWState, cap: RealLike, eta: RealLike) -> Float[Array, ""]:
     cap = jnp.asarray(cap, state.known.dtype)
     return jnp.minimum(cap, cap - state.known + jnp.asarray(eta, state.known.dtype))
-
-
-def _threshold(state: KWState, log_inv_alpha: RealLike) -> Float[Array, ""]:
-    return jnp.asarray(log_inv_alpha, state.y.dtype) + LOG_ERROR * state.count

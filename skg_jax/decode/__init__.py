@@ -1,0 +1,8 @@
+"""Compiled prefill and decoding."""
+
+from __future__ import annotations
+
+from skg_jax.decode.loop import attempt, decode_loop, prefill, sparse_step
+from skg_jax.decode.state import Mode, Program, Requests, Rows, StepInfo
+
+__all__ = ["Mode", "Program", "Requests", "Rows", "StepInfo", "attempt", "decode_loop", "prefill", "sparse_step"]

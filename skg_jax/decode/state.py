@@ -1,0 +1,98 @@
+"""What the compiled loop carries: requests as data, rows in flight, and a log line per attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from models.config import ModelConfig
+from skg_jax.audit import AuditConfig, HeadWeights
+from skg_jax.guard.policy import GuardState, Policy
+from skg_jax.sampling import SamplingParams
+from skg_jax.selectors import Selector, topk
+
+type Mode = Literal["dense", "sparse", "guarded"]
+
+NO_TOKEN = -1
+AUDIT_STREAM, SAMPLE_STREAM = 0, 1  # never share a key: the audit's must be unknown when tokens and pages are chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Everything that is compiled in. Two requests with equal programs and shapes share one executable."""
+
+    model: ModelConfig
+    mode: Mode = "guarded"
+    selector: Selector = dataclasses.field(default_factory=topk)
+    audit: AuditConfig = AuditConfig()
+    greedy: bool = True
+    attempts_per_dispatch: int = 16
+    prefill_chunk: int = 512
+
+    @property
+    def guarded(self) -> bool:
+        return self.mode == "guarded"
+
+
+class Requests(NamedTuple):
+    """What the rows asked for; constant over their lifetime."""
+
+    key: Key[Array, " B"]
+    last: Int[Array, " B"]  # position of the last token that may be generated
+    stop: Int[Array, "B E"]  # token ids that end a row, padded with NO_TOKEN
+    sampling: SamplingParams
+    policy: Policy
+    weights: HeadWeights
+
+
+class Rows(NamedTuple):
+    """Where the rows are. `token` is known but not yet in the cache; it will be written at `position`."""
+
+    token: Int[Array, " B"]
+    position: Int[Array, " B"]
+    tier: Int[Array, " B"]
+    attempt: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    guard: GuardState
+
+
+class StepInfo(NamedTuple):
+    """One attempt of every row; meaningless where not `active`."""
+
+    active: Bool[Array, "*n B"]
+    token: Int[Array, "*n B"]  # NO_TOKEN unless the attempt was the one that stood
+    position: Int[Array, "*n B"]
+    verdict: Int[Array, "*n B"]
+    exact: Bool[Array, "*n B"]  # all pages were read
+    bound: Float[Array, "*n B"]
+    cap: Float[Array, "*n B"]  # bound without the audit
+    units: Int[Array, "*n B"]
+    drawn: Int[Array, "*n B"]
+    audited: Int[Array, "*n B"]  # distinct units read
+    selected: Int[Array, "*n B"]  # pages read by attention, over layers and KV heads
+    total: Int[Array, "*n B"]  # pages in use, over layers and KV heads
+    violated: Bool[Array, "*n B"]
+    unbounded: Int[Array, "*n B"]  # unread pages without bounds, over layers and KV heads
+    key_reused: Bool[Array, "*n B"]
+    uncovered: Bool[Array, "*n B"]
+    corrupt: Int[Array, "*n B 2"]
+
+
+def stream(key: Key[Array, " B"], which: int, count: Int[Array, " B"]) -> Key[Array, " B"]:
+    """Per-row key of one purpose and one point in the request; equal wherever the row stands in a batch."""
+    return jax.vmap(lambda k, c: jax.random.fold_in(jax.random.fold_in(k, which), c))(key, count)
+
+
+def empty_log(attempts: int, batch: int) -> StepInfo:
+    """A log whose lines are all inactive."""
+    flag, number = jnp.zeros((attempts, batch), bool), jnp.zeros((attempts, batch), jnp.int32)
+    real = jnp.zeros((attempts, batch))
+    return StepInfo(
+        active=flag, token=number, position=number, verdict=number, exact=flag, bound=real, cap=real, units=number,
+        drawn=number, audited=number, selected=number, total=number, violated=flag, unbounded=number, key_reused=flag,
+        uncovered=flag, corrupt=jnp.zeros((attempts, batch, 2), jnp.int32),
+    )  # fmt: skip

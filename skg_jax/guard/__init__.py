@@ -1,0 +1,1 @@
+"""Decisions about audited steps, and what a request may claim at its end."""
