@@ -105,7 +105,7 @@ def draw_iid(key: Key[Array, ""], cum: UInt32[Array, "U"], n: int) -> Int32[Arra
     When every count is 0 the indices mean nothing; their law is 0 too, so that they carry no evidence.
     """
     high, low = jax.random.bits(key, (2, n), jnp.uint32)
-    index = jnp.searchsorted(cum, _scale(high, low, cum[-1]), side="right", method="scan_unrolled")
+    index = jnp.searchsorted(cum, _scale(high, low, cum[-1]), side="right")
     return jnp.minimum(index, cum.size - 1).astype(jnp.int32)
 
 
