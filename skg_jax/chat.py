@@ -1,6 +1,7 @@
 """Chat templates, rendered as transformers renders them, in a sandbox: a template comes from a model file."""
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+@functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -75,7 +77,7 @@ def render(
                 **kwargs,
             )
         )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # the template is foreign code: whatever it raises, the conversation did not fit it
         raise ChatError(f"The model's chat template cannot render the conversation: {error}.") from error
 
 

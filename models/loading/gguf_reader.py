@@ -23,8 +23,8 @@ class Reader(gguf.GGUFReader):
         if item == GGUFValueType.STRING:
             strings, end = _strings(memoryview(self.data), start, count)
             return end - orig_offs, strings, list(range(count)), [GGUFValueType.ARRAY, GGUFValueType.STRING]
-        if item not in self.gguf_scalar_to_np:
-            raise ValueError(f"arrays of type {item} are not supported")
+        if item not in self.gguf_scalar_to_np:  # an array of arrays
+            return super()._get_field_parts(orig_offs, raw_type)
         values = self._get(start, self.gguf_scalar_to_np[GGUFValueType(item)], count)
         if len(values) != count:
             raise ValueError("an array runs past the end of the file")

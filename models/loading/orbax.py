@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import orbax.checkpoint as ocp
@@ -16,6 +16,7 @@ FORMAT = "skg_jax"  # the key of config.json that tells our directory from a Hug
 VERSION = 1
 
 
+@runtime_checkable
 class SavesTokenizer(Protocol):
     def save(self, folder: Path) -> None: ...
 

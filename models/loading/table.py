@@ -6,7 +6,7 @@ Both file formats store a matrix `[out, in]`; ours are `[in, out]` with the head
 import concurrent.futures
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from models.errors import ModelError
 Progress = Callable[[int, int], None]
 
 
+@runtime_checkable
 class Source(Protocol):
     """An open file or folder of named tensors; shapes and values are row-major, matrices `[out, in]`."""
 
