@@ -6,11 +6,11 @@ A configuration attribute that is neither understood nor known to be harmless is
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from models.errors import ModelError
 
-Architecture = Literal["llama", "qwen2"]
+ARCHITECTURES = ("llama", "qwen2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Llama-like decoder. `rope_scaling` may be a tuple of `head_dim // 2` divisors of the frequencies (GGUF)."""
+    """A decoder of one of `ARCHITECTURES`; a tuple as `rope_scaling` (GGUF) holds a divisor for each frequency."""
 
-    architecture: Architecture
+    architecture: str
     vocab_size: int
     embed_dim: int
     mlp_dim: int
@@ -52,8 +52,10 @@ class ModelConfig:
     max_context: int = 2048
 
     def __post_init__(self):
-        if self.architecture not in ("llama", "qwen2"):
-            raise ModelError(f"architecture is {self.architecture!r}, but only llama and qwen2 are implemented.")
+        if self.architecture not in ARCHITECTURES:
+            raise ModelError(
+                f"architecture is {self.architecture!r}, but only {' and '.join(ARCHITECTURES)} are implemented."
+            )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type in (int, float) and not value > 0:

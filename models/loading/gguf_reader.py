@@ -15,7 +15,7 @@ class Reader(gguf.GGUFReader):
     A vocabulary of 150,000 tokens with its merges takes the library 20 s; this way it takes half a second.
     """
 
-    def _get_field_parts(self, orig_offs: int, raw_type: int):
+    def _get_field_parts(self, orig_offs, raw_type):
         if raw_type != GGUFValueType.ARRAY or self.byte_order == "S":
             return super()._get_field_parts(orig_offs, raw_type)
         item, count = struct.unpack_from("=IQ", self.data, orig_offs)

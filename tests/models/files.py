@@ -121,7 +121,6 @@ def write_gguf(
     architecture: str | None = None,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
-    quantised: gguf.GGMLQuantizationType | None = None,
 ) -> Path:
     """A GGUF file; `metadata` adds or replaces `{arch}.*` keys (None removes one)."""
     writer = gguf.GGUFWriter(path, architecture or name)
@@ -129,10 +128,7 @@ def write_gguf(
         if value is not None:
             add_value(writer, f"{architecture or name}.{key}", value)
     for tensor, value in (gguf_tensors(name) if tensors is None else tensors).items():
-        if quantised and value.ndim == 2:
-            writer.add_tensor(tensor, gguf.quantize(value, quantised), raw_dtype=quantised)
-        else:
-            writer.add_tensor(tensor, value)
+        writer.add_tensor(tensor, value)
     return finish(writer, path)
 
 
