@@ -8,21 +8,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skg_jax.engine import Engine, Request, load
-    from skg_jax.guard import Certificate, Verdict
+    from skg_jax.engine import Engine, Options, Result, load
+    from skg_jax.guard import Certificate, GuardConfig, Verdict
     from skg_jax.selectors import Selection, Selector
 
 # Public name -> module that defines it. A new name goes here, into the block above and into __all__.
 _MODULES = {
     "Certificate": "guard",
     "Engine": "engine",
-    "Request": "engine",
+    "GuardConfig": "guard",
+    "Options": "engine",
+    "Result": "engine",
     "Selection": "selectors",
     "Selector": "selectors",
     "Verdict": "guard",
     "load": "engine",
 }
-__all__ = ["Certificate", "Engine", "Request", "Selection", "Selector", "Verdict", "load"]
+__all__ = ["Certificate", "Engine", "GuardConfig", "Options", "Result", "Selection", "Selector", "Verdict", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,17 @@ from models import decoder
 from skg_jax import audit, sampling
 from skg_jax.audit import AuditReport, StepEvidence
 from skg_jax.decode import layers
-from skg_jax.decode.state import AUDIT_STREAM, NO_TOKEN, SAMPLE_STREAM, Program, Requests, Rows, StepInfo, empty_log, stream
+from skg_jax.decode.state import (
+    AUDIT_STREAM,
+    NO_TOKEN,
+    SAMPLE_STREAM,
+    Program,
+    Requests,
+    Rows,
+    StepInfo,
+    empty_log,
+    stream,
+)
 from skg_jax.guard import policy as guard
 from skg_jax.kv import cache as kv
 from skg_jax.kv.cache import PagedKVCache

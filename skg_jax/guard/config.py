@@ -1,0 +1,167 @@
+"""What a user asks of the guard; host side, turned into arrays by `policy`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skg_jax.audit import AuditConfig, Design, HeadWeights, Residual
+from skg_jax.guard.policy import Policy
+from skg_jax.kv.sketch import BoundKind
+from skg_jax.stats import spending
+from skg_jax.types import Params
+
+type Spending = Literal["uniform", "ledger"]
+type OnReject = Literal["exact", "release"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """The permit that a request asks for.
+
+    Attributes:
+      tau: largest residual of a step that is let through; None takes the model's operating point (docs/guarantee.md).
+      alpha: error probability of the whole request.
+      max_steps: decode steps that alpha is split over; None: as many as the request may take.
+      spare_attempts: audited repetitions beyond one attempt per step; None: a quarter of max_steps, at least 8.
+      spending: "uniform", equal shares; "ledger", shares per fallback with an equal floor.
+      tiers: page budgets tried after the first one, ascending; exact attention follows the last.
+      on_reject: what follows the last tier: "exact" attention, or "release" of the step without a certificate.
+      residual: "mass", attention mass dropped; "output", bound on the relative change of the attention output.
+      weights: of the heads in the residual: "uniform", "gain" (spectral norm of the head's output projection), or a JSON file
+        with a [layers][heads] table of nonnegative numbers, null for a head that is not covered.
+      audit_rate, rounds, design, bounds: see AuditConfig.
+
+    Raises:
+      ValueError: if a field is out of range.
+    """
+
+    tau: float | None = None
+    alpha: float = 0.01
+    max_steps: int | None = None
+    spare_attempts: int | None = None
+    spending: Spending = "uniform"
+    tiers: tuple[float, ...] = (0.25,)
+    on_reject: OnReject = "exact"
+    residual: Residual = "mass"
+    weights: str = "uniform"
+    audit_rate: float = 0.01
+    rounds: tuple[int, ...] = (1, 1, 2)
+    design: Design = "pps"
+    bounds: BoundKind = "sketch"
+
+    def __post_init__(self):
+        if self.tau is not None and not (self.tau > 0 and math.isfinite(self.tau)):
+            raise ValueError(f"tau must be a positive number, not {self.tau}.")
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"alpha must be strictly between 0 and 1, not {self.alpha}.")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, not {self.max_steps}.")
+        if self.spare_attempts is not None and self.spare_attempts < 0:
+            raise ValueError(f"spare_attempts must be at least 0, not {self.spare_attempts}.")
+        if not all(_is_budget(t) for t in self.tiers) or list(self.tiers) != sorted(set(self.tiers)):
+            raise ValueError(f"tiers must be positive, finite and strictly increasing, not {self.tiers}.")
+        self.audit(page_size=16)
+
+    def audit(self, page_size: int) -> AuditConfig:
+        """The compiled part."""
+        return AuditConfig(
+            page_size=page_size, residual=self.residual, rate=self.audit_rate, rounds=self.rounds, design=self.design,
+            bounds=self.bounds,
+        )  # fmt: skip
+
+    def plan(self, steps: int) -> tuple[spending.SpendingConfig, int]:
+        """Split of alpha over a request of at most `steps` decode steps, and its spare attempts."""
+        steps = max(self.max_steps or steps, 1)
+        spares = max(8, steps // 4) if self.spare_attempts is None else self.spare_attempts
+        split = spending.ledger if self.spending == "ledger" else spending.uniform
+        return split(self.alpha, steps + spares), spares
+
+    def policy(self, tau: float, pages: float, steps: list[int]) -> Policy:
+        """Arrays for a batch; `steps` holds the most decode steps of each row.
+
+        Raises:
+          ValueError: if the tiers do not all exceed the first budget.
+        """
+        if self.tiers and _share(self.tiers[0]) <= _share(pages):
+            raise ValueError(f"every tier must exceed the first page budget {pages}, but the tiers are {self.tiers}.")
+        plans = [self.plan(n) for n in steps]
+        rows = len(steps)
+        budgets = jnp.asarray([pages, *self.tiers, math.inf], jnp.float32)
+        schedules = [spending.schedule(split) for split, _ in plans]
+        return Policy(
+            tau=jnp.full(rows, tau, jnp.float32),
+            budgets=jnp.broadcast_to(budgets, (rows, budgets.size)),
+            spares=jnp.asarray([spares for _, spares in plans], jnp.int32),
+            to_exact=jnp.full(rows, self.on_reject == "exact"),
+            schedule=jax.tree.map(lambda *xs: jnp.stack(xs), *schedules),
+        )
+
+
+def operating_point(model: str, config: GuardConfig, pages: float) -> float | None:
+    """Default tau: the level that accepted at least 95% of held-in steps with the default selector. Not a safety level."""
+    table = json.loads(resources.files("skg_jax.guard").joinpath("operating_points.json").read_text())
+    for row in table["points"]:
+        if (row["model"], row["residual"], row["weights"], row["pages"]) == (
+            model, config.residual, config.weights, pages,
+        ):  # fmt: skip
+            return row["tau"]
+    return None
+
+
+def head_weights(config: GuardConfig, params: Params) -> tuple[HeadWeights, tuple[tuple[int, int], ...]]:
+    """Known head weights, summing to one with those of uncovered heads; and which (layer, head) are uncovered.
+
+    Raises:
+      ValueError: if the file cannot be read, has another shape, a negative or non-finite entry, or no positive one.
+    """
+    kernel = params["layers"]["attn"]["o"]["kernel"]
+    shape = kernel.shape[:2]
+    covered = np.ones(shape, bool)
+    if config.weights == "uniform":
+        raw = np.ones(shape)
+    elif config.weights == "gain":
+        gram = jnp.einsum("lnhd,lngd->lnhg", kernel, kernel, preferred_element_type=jnp.float32)
+        raw = np.sqrt(np.maximum(np.linalg.eigvalsh(np.asarray(gram, np.float64))[..., -1], 0))
+    else:
+        raw, covered = _weights_from(Path(config.weights), shape)
+    raw = raw / raw.sum()
+    omega = jnp.asarray(np.where(covered, raw, 0), jnp.float32)
+    missing = tuple((int(layer), int(head)) for layer, head in np.argwhere(~covered))
+    return HeadWeights(omega, jnp.asarray(raw[~covered].sum(), jnp.float32)), missing
+
+
+def _weights_from(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """A null counts as uncovered, at the mean weight of the others: it is never quietly dropped from the sum."""
+    try:
+        table = np.array(json.loads(path.read_text()), dtype=float)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"head weights: cannot read a table of numbers from {path} ({error}).") from error
+    if table.shape != shape:
+        raise ValueError(f"head weights: {path} has shape {table.shape}, but the model has {shape} (layers, heads).")
+    covered = ~np.isnan(table)
+    if (
+        not covered.any()
+        or np.any(table[covered] < 0)
+        or not np.all(np.isfinite(table[covered]))
+        or not table[covered].sum()
+    ):
+        raise ValueError(f"head weights: {path} must hold finite numbers >= 0, at least one of them positive.")
+    return np.where(covered, table, table[covered].mean()), covered
+
+
+def _is_budget(value: float) -> bool:
+    return value > 0 and math.isfinite(value)
+
+
+def _share(pages: float) -> tuple[bool, float]:
+    """Order of budgets: fractions come before page counts, which cannot be compared with them."""
+    return pages >= 1, pages
