@@ -1,7 +1,8 @@
 """Paged attention in XLA: one query token against chosen pages, or prefill chunks against all before them.
 
-Every function returns its output with the log-sum-exp of the masses it read, so that partial results over disjoint pages merge
-exactly (`merge`). The loops have dynamic trip counts: what is not selected is not read, and a larger budget compiles nothing.
+Every function returns its output with the log-sum-exp of the masses it read, so that partial results over disjoint
+pages merge exactly (`merge`). The loops have dynamic trip counts: what is not selected is not read, and a larger budget
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def dense(
 def prefill(
     q: Float[Array, "1 T N H"], cache: PagedKVCache, layer: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
 ) -> Float[Array, "1 T N H"]:
-    """Causal attention of a chunk at positions start.. over the blocks of its row, itself included (already written)."""
+    """Causal attention of a chunk at positions start.. over the blocks of its row, up to its own (already written)."""
     _, width, heads, dim = q.shape
     kv_heads = cache.k.shape[2]
     grouped = q.reshape(1, width, kv_heads, -1, dim).swapaxes(1, 2).reshape(1, kv_heads, -1, dim)
@@ -89,7 +90,8 @@ def merge(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Combine attention over two disjoint sets of keys."""
     lse = jnp.logaddexp(a[1], b[1])
-    return sum(jnp.exp(part[1] - lse)[..., None] * part[0] for part in (a, b)), lse
+    share = lambda part: jnp.exp(part[1] - lse)[..., None] * part[0]
+    return share(a) + share(b), lse
 
 
 def gather_pages(pool, cache: PagedKVCache, layer, page_ids: Int[Array, "B K n"], page_size: int):

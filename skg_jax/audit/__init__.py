@@ -7,5 +7,13 @@ from skg_jax.audit.step import AuditReport, Budget, HeadWeights, run
 from skg_jax.audit.units import StepEvidence, layer_evidence
 
 __all__ = [
-    "AuditConfig", "AuditReport", "Budget", "Design", "HeadWeights", "Residual", "StepEvidence", "layer_evidence", "run",
-]  # fmt: skip
+    "AuditConfig",
+    "AuditReport",
+    "Budget",
+    "Design",
+    "HeadWeights",
+    "Residual",
+    "StepEvidence",
+    "layer_evidence",
+    "run",
+]

@@ -21,8 +21,9 @@ class AuditConfig:
       residual: "mass", the dropped attention mass; "output", a bound on the relative change of the attention output.
       rate: share of the unread units drawn in the first round, which is always read.
       rounds: size of each round in multiples of the first; rows stop at the end of the first round that accepts them.
-      design: "pps", independent draws proportional to the gap between the bounds; "wor", the same law without replacement;
-        "boundary", uniform draws near the selection boundary plus uniform ones (for comparison: it needs far more).
+      design: "pps", independent draws proportional to the gap between the bounds; "wor", the same law without
+        replacement; "boundary", uniform draws near the selection boundary plus uniform ones (for comparison: it needs
+        far more).
       bounds: "sketch", or "box" for channel minima and maxima alone (for comparison: certifies nothing).
       uniform_share: part of the draws spread evenly, so that every unit with a gap can be drawn.
       output_floor: smallest output norm that the output residual divides by.

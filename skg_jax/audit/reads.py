@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from skg_jax.audit.config import AuditConfig
 from skg_jax.audit.units import StepEvidence, log_denominator, output_factor
 from skg_jax.kv import integrity, sketch
-from skg_jax.kv.cache import PagedKVCache
+from skg_jax.kv.cache import PagedKVCache, sealed
 from skg_jax.kv.sketch import Sketch
 
 _UP = 1.0 + 1e-6
@@ -47,16 +47,18 @@ def read_units(
     bounds = sketch.page_scores(q, record, key_norm, config.page_size, config.bounds)
     log_mass, slack = exact_log_mass(q, keys, key_norm)
     lower, upper = bounds.lower[..., 0], bounds.upper[..., 0]
-    violated = ~((log_mass >= lower) & (log_mass <= upper)).all(-1)
+    known = sealed(cache)[block]  # nothing was promised of the others
+    violated = known & ~((log_mass >= lower) & (log_mass <= upper)).all(-1)
     base = by_group(evidence.log_selected)
-    rest = log_denominator(lower - base, by_group(evidence.total))
+    # The lower bound is computed a second time here and may differ by rounding from the one inside the total.
+    rest = log_denominator(lower + slack - base, by_group(evidence.total))
     weight = omega.reshape(layers, kv_heads, -1)[layer, head]
     if config.residual == "output":
         value_norm = cache.value_norm[layer, block, head][..., None]
         weight = weight * output_factor(value_norm, by_group(evidence.out_norm), config)
     x = (weight * jax.nn.sigmoid(log_mass + slack - base - rest)).sum(-1) * _UP
     own = (layer, row, head, page)
-    corrupt = jnp.any(integrity.checksum(keys) != sums, axis=-1)
+    corrupt = known & jnp.any(integrity.checksum(keys) != sums, axis=-1)
     return UnitReads(jnp.clip(x, evidence.lower[own], evidence.upper[own]), violated, corrupt, layer, block)
 
 

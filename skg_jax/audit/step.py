@@ -1,7 +1,7 @@
 """One audit of one decode step: draw units, read them, and bound the attention that the step lost.
 
-The population is fixed before the key is used. Rounds continue one Kaplan-Wald process; Ville's inequality covers any rule for
-stopping between them. Every row of a batch has its own population, key and error level.
+The population is fixed before the key is used. Rounds continue one Kaplan-Wald process; Ville's inequality covers any
+rule for stopping between them. Every row of a batch has its own population, key and error level.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _population(evidence: StepEvidence, config: AuditConfig) -> _Population:
     flat = lambda x: jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
     lower, upper = flat(evidence.lower), flat(evidence.upper)
     gap = upper - lower
-    valid = upper > 0
+    valid = ~(upper <= 0)  # a NaN is a unit of unknown size, not one that is absent
     if config.design == "boundary":
         law = jax.vmap(sampling.boundary_probs)(gap, lower + upper, valid)
     else:
@@ -200,7 +200,7 @@ def _report(state: _Run, pop: _Population, limit: Budget, weights: HeadWeights, 
     bound = jax.vmap(lambda *a: kw.upper(*a, config=config))(
         state.process, pop.cap, pop.floor, limit.log_inv_alpha, pop.eta
     )
-    sound = (evidence.unbounded.sum(0) == 0) & ~state.violated & (state.corrupt[:, 0] < 0)
+    sound = (evidence.unbounded.sum(0) == 0) & ~state.violated & (state.corrupt[:, 0] < 0) & jnp.isfinite(pop.cap)
     nothing = pop.count == 0
     bound = jnp.where(nothing, 0.0, bound) + weights.uncovered
     return AuditReport(

@@ -4,9 +4,9 @@ For a head with exact selected mass W_S, and bounds L <= w <= U on the masses of
 
     a_j = W_S + sum of L over the other unread pages,     x_j = w_j / (a_j + w_j).
 
-Then l_j = L_j/(a_j+L_j) <= x_j <= c_j = U_j/(a_j+U_j) and the dropped mass is at most X = sum_j x_j (docs/guarantee.md, lemma 1). A
-unit is the weighted sum of x over the query heads of its group. Here masses are relative to W_S: `log` values have the head's
-log-sum-exp subtracted.
+Then l_j = L_j/(a_j+L_j) <= x_j <= c_j = U_j/(a_j+U_j) and the dropped mass is at most X = sum_j x_j (docs/guarantee.md,
+lemma 1). A unit is the weighted sum of x over the query heads of its group. Here masses are relative to W_S: `log`
+values have the head's log-sum-exp subtracted.
 """
 
 from __future__ import annotations

@@ -141,8 +141,12 @@ def seal(cache: PagedKVCache, blocks: Int[Array, " n"], full: Bool[Array, " n"])
 
 def current(cache: PagedKVCache) -> Bool[Array, "B Mb"]:
     """Which logical blocks have metadata that describes their present content."""
-    ok = (cache.sealed == cache.written) & (cache.sealed != NEVER)
-    return ok[cache.page_table]
+    return sealed(cache)[cache.page_table]
+
+
+def sealed(cache: PagedKVCache) -> Bool[Array, " P"]:
+    """The same of the pool's blocks."""
+    return (cache.sealed == cache.written) & (cache.sealed != NEVER)
 
 
 def _block_of(cache: PagedKVCache, position: Int[Array, " B"]) -> Int[Array, " B"]:

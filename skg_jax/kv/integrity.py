@@ -49,9 +49,7 @@ def scrub(cache) -> list[Mismatch]:
 @jax.jit
 def _scrub(k, v, k_sum, v_sum, sealed: Bool[Array, " P"]) -> tuple[Bool[Array, "L P"], Bool[Array, "L P"]]:
     def layer(args):
-        return tuple(
-            jnp.any(checksum(x) != sums, axis=(1, 2)) & sealed for x, sums in (args[:2], args[2:])
-        )
+        return tuple(jnp.any(checksum(x) != sums, axis=(1, 2)) & sealed for x, sums in (args[:2], args[2:]))
 
     return jax.lax.map(layer, (k, k_sum, v, v_sum))
 

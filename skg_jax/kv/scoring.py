@@ -1,4 +1,4 @@
-"""Sketch scores of all pages of one layer: the selector's signal and the audit's bounds, from one read of the sketch."""
+"""Sketch scores of all pages of a layer: the selector's signal and the audit's bounds, from one read of the sketch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def score_pages(
 ) -> PageScores:
     """Estimate and bounds of the log-mass of every page, [B, K, G, M], float32.
 
-    Pages of blocks without current metadata have estimate and lower bound -inf and upper bound +inf: nothing is known of them.
+    Of pages in blocks without current metadata nothing is known: estimate and lower bound are -inf, the upper +inf.
     """
     batch, heads, dim = q.shape
     kv_heads, parts = cache.k.shape[2], BLOCK // page_size
@@ -45,7 +45,7 @@ def score_pages(
     known = current(cache)[:, :, None, None, None]
     shape = (batch, *grouped.shape[2:4], cache.max_blocks * parts)
     by_head = lambda x: jnp.moveaxis(x, 1, 3).reshape(shape)
-    unknown = PageScores(-jnp.inf, -jnp.inf, jnp.inf)
+    unknown = PageScores(*jnp.array([-jnp.inf, -jnp.inf, jnp.inf]))
     return jax.tree.map(lambda x, other: by_head(jnp.where(known, x[:, : cache.max_blocks], other)), found, unknown)
 
 

@@ -49,9 +49,7 @@ class PageScores(NamedTuple):
 def empty(lead: tuple[int, ...], head_dim: int) -> Sketch:
     """A pool of zero records."""
     half = lambda *shape: jnp.zeros((*lead, *shape), jnp.float16)
-    return Sketch(
-        jnp.zeros((*lead, BLOCK, head_dim // 2), jnp.uint8), half(head_dim), half(head_dim), half(BLOCK)
-    )
+    return Sketch(jnp.zeros((*lead, BLOCK, head_dim // 2), jnp.uint8), half(head_dim), half(head_dim), half(BLOCK))
 
 
 def build(k: Float[Array, "... 64 H"]) -> tuple[Sketch, Float[Array, "..."], Bool[Array, "..."]]:
@@ -84,9 +82,11 @@ def page_scores(
     """Log-mass of every page of sealed blocks: sum over its tokens of exp(q.k / sqrt(H)).
 
     Args:
-      q: queries of one GQA group per record, float32. record: codes [... T H/2] for any multiple T of the page size, one grid.
-      key_norm: bound of `build` for each record. kind: "box" drops the codes from the *bounds* and keeps channel minima and maxima
-        alone; a comparison that shows why a sketch is needed.
+      q: queries of one GQA group per record, float32.
+      record: codes [... T H/2] for any multiple T of the page size, one grid.
+      key_norm: bound of `build` for each record.
+      kind: "box" drops the codes from the *bounds* and keeps channel minima and maxima alone; a comparison that shows
+        why a sketch is needed.
 
     Returns: arrays [... G T/C], float32; `lower` and `upper` hold for the exact real-valued mass.
     """
@@ -114,7 +114,8 @@ def page_scores(
 def rounding_slack(q: Float[Array, "... G H"], key_norm: Float[Array, "..."]) -> Float[Array, "... G"]:
     """Bound on the float32 error of one logit: two dot products of length H, and a log-sum-exp of their results.
 
-    `q` is already scaled by 1/sqrt(H). A sum of H products in any order errs by at most H u |q| |k| (Higham 2002, section 3.1).
+    `q` is already scaled by 1/sqrt(H). A sum of H products in any order errs by at most H u |q| |k| (Higham 2002,
+    section 3.1).
     """
     length = q.shape[-1]
     return 2 * (length + 16) * _EPS * jnp.linalg.norm(q, axis=-1) * key_norm

@@ -1,7 +1,8 @@
 """What a page selector is: two functions, and the list of pages that they produce.
 
-A selector never claims anything: the audit bounds what any of them drops. It may carry state from layer to layer and step to
-step. The budget is a traced number per sequence, so that a larger tier does not recompile; `inf` means every page.
+A selector never claims anything: the audit bounds what any of them drops. It may carry state from layer to layer and
+step to step. The budget is a traced number per sequence, so that a larger tier does not recompile; `inf` means every
+page.
 """
 
 from __future__ import annotations

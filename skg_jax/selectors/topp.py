@@ -1,6 +1,7 @@
 """Adaptive budget: the smallest set of pages whose estimated mass reaches p (after Twilight, arXiv 2502.02770).
 
-Twilight prunes tokens of a base selection; here pages compete over the whole context, by the mass that the sketch estimates.
+Twilight prunes tokens of a base selection; here pages compete over the whole context, by the mass that the sketch
+estimates.
 """
 
 from __future__ import annotations
