@@ -1,9 +1,10 @@
 """Checksums of cached keys and values, and the scrub that compares them with the content.
 
-A multilinear hash over the raw bits (Carter and Wegman 1979): every element is multiplied by its own odd
-constant modulo 2**32, so any single changed element changes the sum for certain and an unrelated
-content collides with probability about 2**-32. It guards against stale or overwritten memory, not
-against an adversary. Versions catch honest bookkeeping; only checksums catch content that moved silently.
+The raw bits of every element, shifted by its position, go through a bijection of 32-bit words (the finaliser of
+MurmurHash3, Appleby 2011) and are summed modulo 2**32. So any single changed element changes the sum for certain, and
+other changes collide with a probability of about 2**-32, regular ones included: with plain odd multipliers two sign
+bits of float32 cancel, and a negated token goes unseen. It guards against stale or overwritten memory, not against an
+adversary. Versions catch honest bookkeeping; only checksums catch content that moved silently.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def checksum(x: Float[Array, "... T H"]) -> UInt32[Array, "... T/16"]:
     """One 32-bit sum for every 16 tokens of the second-last axis."""
     *lead, tokens, head_dim = x.shape
     bits = _bits(x).reshape(*lead, tokens // QUARTER, QUARTER * head_dim)
-    return jnp.sum(bits * _weights(QUARTER * head_dim), axis=-1, dtype=jnp.uint32)
+    position = jnp.arange(QUARTER * head_dim, dtype=jnp.uint32)
+    return jnp.sum(_mix(bits + position * jnp.uint32(0x9E3779B9)), axis=-1, dtype=jnp.uint32)
 
 
 class Mismatch(NamedTuple):
@@ -59,6 +61,7 @@ def _bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
     return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
 
 
-def _weights(n: int) -> UInt32[Array, " n"]:
-    """Odd constants: Weyl sequence of the golden ratio, low bit set."""
-    return (jnp.arange(1, n + 1, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)) | jnp.uint32(1)
+def _mix(h: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
