@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+GREEDY_BELOW = 1e-5  # temperature; dividing by less would only choose among ties at random, or divide by zero
+
 
 class SamplingParams(NamedTuple):
-    """Per row; a temperature of 0, a top-k of 1 and a vanishing top-p are all greedy."""
+    """Per row; a temperature below 1e-5, a top-k of 1 and a vanishing top-p are all greedy."""
 
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]  # 0: off
@@ -28,14 +30,15 @@ def sample(key: Key[Array, " B"], logits: Float[Array, "B V"], params: SamplingP
 
     Filters apply in the usual order: temperature, top-k, top-p, min-p; the most likely token always stays.
     """
-    hot = params.temperature > 0
+    hot = params.temperature >= GREEDY_BELOW
     scaled = (logits - logits.max(-1, keepdims=True)) / jnp.where(hot, params.temperature, 1.0)[:, None]
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    order = jnp.argsort(-logits, axis=-1, stable=True)  # not of `scaled`: division may make equals of unequals
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     prob = jax.nn.softmax(ranked, axis=-1)
     rank = jnp.arange(logits.shape[-1])
     top_k = jnp.where(params.top_k > 0, params.top_k, rank.size)[:, None]
-    kept = (rank < top_k) & (jnp.cumsum(prob, -1) - prob < params.top_p[:, None])
+    top_p = jnp.where(params.top_p < 1, params.top_p, jnp.inf)[:, None]  # off: rounded sums of the tail may pass 1
+    kept = (rank < top_k) & (jnp.cumsum(prob, -1) - prob < top_p)
     kept &= prob >= params.min_p[:, None] * prob[:, :1]
     kept = (kept | (rank == 0)) & (hot[:, None] | (rank == 0))
     noise = jax.vmap(lambda k: jax.random.gumbel(k, ranked.shape[1:]))(key)
