@@ -247,23 +247,31 @@ def _from_gguf(path: Path) -> Tokenizer:
 
 
 def _gguf_backend(path: Path, value, tokens: list[str]) -> tokenizers.Tokenizer:
-    if (embedded := value("huggingface.json")) is not None:
-        return tokenizers.Tokenizer.from_str(embedded)
     kind, pre = value("ggml.model"), value("ggml.pre", "default")
-    if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
-        raise ModelError(
-            f"{path} has a tokenizer of kind {kind!r} with pre-tokenizer {pre!r}, which is not implemented; "
-            "pass --tokenizer DIR with a folder that has the model's tokenizer.json."
-        )
+    try:
+        if (embedded := value("huggingface.json")) is not None:
+            return tokenizers.Tokenizer.from_str(embedded)
+        if kind == "gpt2" and pre in _PRE_TOKENIZERS:
+            types = value("ggml.token_type", [1] * len(tokens))
+            return _byte_level_bpe(pre, tokens, types, value("ggml.merges", []))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"The tokenizer in {path} is damaged ({error}); download the file again.") from error
+    raise ModelError(
+        f"{path} has a tokenizer of kind {kind!r} with pre-tokenizer {pre!r}, which is not implemented; "
+        "pass --tokenizer DIR with a folder that has the model's tokenizer.json."
+    )
+
+
+def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> tokenizers.Tokenizer:
     pre_tokenizer, normalizer, ignore_merges = _PRE_TOKENIZERS[pre]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in value("ggml.merges", [])]
-    backend = tokenizers.Tokenizer(bpe_models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    # A byte that the vocabulary lacks is dropped, as transformers does; SmolLM2 lacks a few that no text holds.
+    backend = tokenizers.Tokenizer(bpe_models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=ignore_merges))
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
     if normalizer is not None:
         backend.normalizer = normalizer
-    types = value("ggml.token_type", [1] * len(tokens))
     for token, kind in zip(tokens, types, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
             added = AddedToken(token, normalized=False, special=kind == _CONTROL)

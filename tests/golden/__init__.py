@@ -63,7 +63,7 @@ def tiny_logits(name: str) -> np.ndarray:
 
 
 def tokens(tokenizer: str) -> list[tuple[str, list[int]]]:
-    """(text, ids) for the texts of prompts.py."""
+    """(text, ids) for the texts of prompts.py, by "smollm" or "qwen2", or "synthetic KIND" for its vocabulary."""
     return [(entry["text"], entry["ids"]) for entry in _json("tokens")[tokenizer]]
 
 

@@ -28,7 +28,7 @@ def _printable() -> dict[int, str]:
     return {byte: chr(byte) for byte in keep} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
 
 
-_BYTES = _printable()
+BYTES = _printable()
 
 
 class Oracle:
@@ -59,7 +59,7 @@ class Oracle:
         return words
 
     def _merge(self, word: str) -> list[int]:
-        parts = [_BYTES[byte] for byte in word.encode()]
+        parts = [BYTES[byte] for byte in word.encode()]
         if self.whole_words and "".join(parts) in self.vocabulary:
             return [self.vocabulary["".join(parts)]]
         while len(parts) > 1:

@@ -23,7 +23,7 @@ import transformers  # pyright: ignore[reportMissingImports]
 from transformers.utils import chat_template_utils  # pyright: ignore[reportMissingImports]
 
 from tests.golden import FOLDER, prompts, tiny
-from tests.golden.bpe_oracle import Oracle
+from tests.golden.bpe_oracle import BYTES, KINDS, Oracle
 
 # Model -> (kind of tokenizer, prompts)
 MODELS = {
@@ -127,7 +127,7 @@ def make_tiny(out: Path) -> None:
         model.load_state_dict(weights, strict=True)
         logits[name] = model(torch.from_numpy(tiny.tokens(name)).long()).logits[:, tiny.POSITIONS].numpy()
         print(f"tiny {name}: logits with standard deviation {logits[name].std():.2f}")
-    np.savez_compressed(out / "tiny.npz", **logits)
+    np.savez_compressed(out / "tiny.npz", versions=np.array(json.dumps(versions())), **logits)
 
 
 def make_text(models: Path, out: Path) -> None:
@@ -137,11 +137,8 @@ def make_text(models: Path, out: Path) -> None:
         if not (models / f"{name}.gguf").exists():
             continue
         vocabulary = Vocabulary(models / f"{name}.gguf")
-        oracles = {kind: vocabulary.oracle(kind)}
-        if kind == "smollm":  # no built-in model has Llama 3's tokenizer: its rules, with this vocabulary
-            oracles["llama-bpe"] = vocabulary.oracle("llama-bpe")
-        for key, oracle in oracles.items():
-            ids[key] = [{"text": text, "ids": oracle.encode(text)} for text in prompts.TEXTS]
+        oracle = vocabulary.oracle(kind)
+        ids[kind] = [{"text": text, "ids": oracle.encode(text)} for text in prompts.TEXTS]
         if kind == "qwen2":
             check_qwen(vocabulary, ids[kind])
         chats[name] = [
@@ -149,8 +146,20 @@ def make_text(models: Path, out: Path) -> None:
             for chat in prompts.CHATS
             for prompt in (True, False)
         ]
+    for kind in KINDS:
+        oracle = Oracle(kind, *synthetic(), prompts.SPECIAL + prompts.USER_DEFINED)
+        ids[f"synthetic {kind}"] = [{"text": text, "ids": oracle.encode(text)} for text in prompts.TEXTS]
     write(out / "tokens.json", ids | {"versions": versions()})
     write(out / "chats.json", chats | {"versions": versions()})
+
+
+def synthetic() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """(vocabulary, merges) of prompts.py: special tokens, bytes, merges, whole words."""
+    merges = [tuple(merge.split(" ")) for merge in prompts.MERGES]
+    merged = ["".join(merge) for merge in merges]
+    tokens = prompts.SPECIAL + prompts.USER_DEFINED + sorted(BYTES.values()) + merged + prompts.WHOLE_WORDS
+    assert len(set(tokens)) == len(tokens)
+    return {token: i for i, token in enumerate(tokens)}, merges
 
 
 def check_qwen(vocabulary: Vocabulary, entries: list[dict[str, Any]]) -> None:

@@ -83,3 +83,13 @@ TEXTS = [
     "antidisestablishmentarianism Donaudampfschifffahrtsgesellschaft",
     "\x00\x01\x7f",
 ]
+
+# A vocabulary on which the pre-tokenizers differ: merges that cross digits, punctuation and line breaks.
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+USER_DEFINED = ["<tool_call>", "</tool_call>"]
+MERGES = [
+    "1 2", "3 4", "12 3", "123 4", "4 5", ") Ċ", "Ċ Ċ", "ĊĊ Ċ", "č Ċ", ": Ċ", "' t", "' T", "n 't", "N 'T",
+    "( x", "_ b", "- c", "Ġ f", "Ġ Ġ", "ĠĠ ĠĠ", "ĉ ĉ", "ĉ x", "h e", "l l", "he ll", "hell o", "Ġ Ċ", "Ġ 1",
+    "e Ì", "eÌ ģ", "Ã ©", "c a", "f Ã©", "ca fÃ©", "y 2", "x 1", "> Ċ", "! Ċ", "i n", "Ġ in",
+]  # fmt: skip
+WHOLE_WORDS = ["Ġworld", "def", "Ġtrailing", "12345"]  # no merges lead to these
