@@ -89,11 +89,12 @@ def append(
 ) -> PagedKVCache:
     """Write one token per row into one layer. The caller has `touch`ed the blocks of this step."""
     block, slot = _block_of(cache, position), position % BLOCK
+    k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
     norm = _norm_up(k)
     before = jnp.where((slot == 0)[:, None], 0.0, cache.key_norm[layer, block])
     return cache._replace(
-        k=cache.k.at[layer, block, :, slot].set(k.astype(cache.k.dtype)),
-        v=cache.v.at[layer, block, :, slot].set(v.astype(cache.v.dtype)),
+        k=cache.k.at[layer, block, :, slot].set(k),
+        v=cache.v.at[layer, block, :, slot].set(v),
         key_norm=cache.key_norm.at[layer, block].set(jnp.maximum(before, norm)),
     )
 
@@ -108,10 +109,11 @@ def write_blocks(
 ) -> PagedKVCache:
     """Write whole blocks of one layer at prefill; only the first `filled` tokens of each count."""
     inside = (jnp.arange(BLOCK) < filled[:, None])[:, None, :]
+    k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
     norm = jnp.max(jnp.where(inside, _norm_up(k), 0.0), axis=-1)
     return cache._replace(
-        k=cache.k.at[layer, blocks].set(k.astype(cache.k.dtype)),
-        v=cache.v.at[layer, blocks].set(v.astype(cache.v.dtype)),
+        k=cache.k.at[layer, blocks].set(k),
+        v=cache.v.at[layer, blocks].set(v),
         key_norm=cache.key_norm.at[layer, blocks].set(norm),
     )
 
