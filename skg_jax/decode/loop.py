@@ -74,7 +74,7 @@ def prefill(
         cache = kv.seal(cache, blocks, filled == BLOCK)
     last = jax.lax.dynamic_index_in_dim(x[0], count - 1, keepdims=False)
     logits = decoder.unembed(params, program.model, last)
-    token = _next_token(program, _row_of(requests, row), logits[None], (start + count)[None])
+    token = next_token(program, _row_of(requests, row), logits[None], (start + count)[None])
     return cache, token[0], logits
 
 
@@ -101,7 +101,7 @@ def decode_loop(
     log = empty_log(program.attempts_per_dispatch, rows.token.shape[0])
     cache, rows, log, _ = jax.lax.while_loop(going, body, (cache, rows, log, jnp.int32(0)))
     if program.mode != "dense":
-        cache = _seal_full(cache, rows)
+        cache = seal_full(cache, rows)
     return cache, rows, log
 
 
@@ -112,8 +112,8 @@ def attempt(
     cache = kv.touch(cache, rows.position)
     got = _attend(params, cache, requests, rows, program)
     logits = decoder.unembed(params, program.model, got.hidden)
-    token = _next_token(program, requests, logits, rows.position + 1)
-    return _settle(requests, rows, program, got, token)
+    token = next_token(program, requests, logits, rows.position + 1)
+    return settle(requests, rows, program, got, token)
 
 
 def sparse_step(
@@ -158,7 +158,7 @@ def _layers(params, program: Program, rows: Rows, attend, carry):
     return x[:, 0], carry, trace
 
 
-def _settle(requests: Requests, rows: Rows, program: Program, got: Attention, token):
+def settle(requests: Requests, rows: Rows, program: Program, got: Attention, token):
     """Decide, advance the rows that stand, and write the log line."""
     active = ~rows.done
     last_tier = requests.policy.budgets.shape[1] - 1
@@ -192,7 +192,7 @@ def _no_report(rows: Rows) -> AuditReport:
     return AuditReport(~no, zero, zero, zero, no, nowhere, count, count, count)
 
 
-def _next_token(program: Program, requests: Requests, logits: Float[Array, "B V"], position) -> Int[Array, " B"]:
+def next_token(program: Program, requests: Requests, logits: Float[Array, "B V"], position) -> Int[Array, " B"]:
     if program.greedy:
         return sampling.greedy(logits)
     return sampling.sample(stream(requests.key, SAMPLE_STREAM, position), logits, requests.sampling)
@@ -209,7 +209,7 @@ def _advanced(state) -> Array:
     return log.token[jnp.maximum(i - 1, 0)] != NO_TOKEN
 
 
-def _seal_full(cache: PagedKVCache, rows: Rows) -> PagedKVCache:
+def seal_full(cache: PagedKVCache, rows: Rows) -> PagedKVCache:
     """Seal the block before each row's position when it has just been filled."""
     before = jnp.maximum(rows.position // BLOCK - 1, 0)
     blocks = jnp.take_along_axis(cache.page_table, before[:, None], axis=1)[:, 0]

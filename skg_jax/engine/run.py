@@ -1,4 +1,4 @@
-"""One batch of requests from prompt to certificate: allocation, dispatches, stop strings, bookkeeping. No policy in here."""
+"""One batch of requests from prompt to certificate: allocation, dispatches, stop strings, books. No policy in here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skg_jax.decode import Requests, Rows, StepInfo
+from skg_jax.decode import Rows, StepInfo
 from skg_jax.decode.state import NO_TOKEN
 from skg_jax.engine.options import FinishReason
 from skg_jax.engine.result import Result, Timing, byte_counts, page_counts
@@ -32,7 +32,8 @@ class Run:
 
     def __init__(self, engine, job):
         self._engine, self._job = engine, job
-        self._rows = [TextRow(engine.tokenizer, job.options.stop) for _ in job.prompts]
+        ends = frozenset() if job.options.ignore_end else engine.tokenizer.eos_ids
+        self._rows = [TextRow(engine.tokenizer, job.options.stop, ends) for _ in job.prompts]
         self._attempts: list[list[Attempt]] = [[] for _ in job.prompts]
         self._finish: list[FinishReason | None] = [None] * len(job.prompts)
         self._errors: list[str | None] = [None] * len(job.prompts)
@@ -41,15 +42,25 @@ class Run:
         self._decode_s = self._decoded = 0.0
         self.compile_s = 0.0
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the caller should know before it runs; a sentence each."""
+        return self._job.notes
+
+    def compile(self) -> None:
+        """Compile now what iterating would compile first."""
+        self.compile_s += self._engine.programs(self._job, self._engine.shape(self._job))[2]
+
     def __iter__(self) -> Iterator[Piece]:
         job, engine = self._job, self._engine
         shape = engine.shape(job)
-        prefill, decode, self.compile_s = engine.programs(job, shape)
+        prefill, decode, seconds = engine.programs(job, shape)
+        self.compile_s += seconds
         started = time.perf_counter()
         cache = engine.new_cache(job, shape)
         first = []
         for row, prompt in enumerate(job.prompts):
-            cache, token = self._prefill(prefill, cache, row, prompt)
+            cache, token = self.prefill_row(prefill, cache, row, prompt)
             first.append(token)
         self._ttft = self._prefill_s = time.perf_counter() - started
         yield from self._first_tokens(first)
@@ -67,7 +78,7 @@ class Run:
         """State of every request, finished or not."""
         return [self._result(row) for row in range(len(self._rows))]
 
-    def _prefill(self, prefill, cache: kv.PagedKVCache, row: int, prompt: tuple[int, ...]):
+    def prefill_row(self, prefill, cache: kv.PagedKVCache, row: int, prompt: tuple[int, ...]):
         width = self._job.program.prefill_chunk
         for start in range(0, len(prompt), width):
             chunk = prompt[start : start + width]
@@ -110,8 +121,11 @@ class Run:
             layer, block = attempt.corrupt or (-1, -1)
             self._finish[row] = "error"
             self._errors[row] = (
-                f"the keys of block {block} in layer {layer} do not match their checksum, so the cache cannot be trusted; run the request again."
+                f"the keys of block {block} in layer {layer} do not match their checksum, so the cache cannot be "
+                "trusted; run the request again."
             )
+            if text := self._rows[row].flush():
+                yield Piece(row, text)
 
     def _take(self, row: int, token: int, last: bool) -> Iterator[Piece]:
         text, ended = self._rows[row].push(token)
@@ -123,7 +137,7 @@ class Run:
             yield Piece(row, text)
 
     def _time(self, log: StepInfo, seconds: float) -> None:
-        stood = int((log.token != NO_TOKEN).any(1).sum()) if log.active.any() else 0
+        stood = int((log.active & (log.token != NO_TOKEN)).any(1).sum())
         self._decode_s += seconds
         self._itl += [seconds / max(stood, 1)] * stood
 
@@ -131,8 +145,8 @@ class Run:
         job, engine = self._job, self._engine
         attempts, text = self._attempts[row], self._rows[row]
         terms = Terms(
-            job.options.attention, job.options.guard.alpha, job.tau, job.options.guard.residual, job.options.guard.spending,
-            job.uncovered,
+            job.options.attention, job.options.guard.alpha, job.tau, job.options.guard.residual,
+            job.options.guard.spending, job.uncovered,
         )  # fmt: skip
         rate = self._decoded / self._decode_s if self._decode_s else None
         prefilled = sum(map(len, job.prompts)) / self._prefill_s if self._prefill_s else None

@@ -1,0 +1,1 @@
+"""One question a script: `python -m eval.studies.NAME`."""
