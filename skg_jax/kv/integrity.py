@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 QUARTER = 16  # tokens per checksum: the smallest page that an audit reads alone
 
 
-def checksum(x: Float[Array, "... T H"]) -> UInt32[Array, "... T/16"]:
+def checksum(x: Float[Array, "... T H"]) -> UInt32[Array, "... quarters"]:
     """One 32-bit sum for every 16 tokens of the second-last axis."""
     *lead, tokens, head_dim = x.shape
     bits = _bits(x).reshape(*lead, tokens // QUARTER, QUARTER * head_dim)

@@ -32,7 +32,7 @@ type BoundKind = Literal["sketch", "box"]
 class Sketch(NamedTuple):
     """One record per block and KV head; in a cache the leading axes are [L, P, K]."""
 
-    codes: UInt8[Array, "... 64 H/2"]
+    codes: UInt8[Array, "... tokens half"]
     low: Float[Array, "... H"]  # float16, at or below the smallest key of the channel
     step: Float[Array, "... H"]  # float16, low + 15 step at or above the largest
     residual: Float[Array, "... 64"]  # float16, at or above |k - k^| of each key
@@ -130,12 +130,12 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _pack(code: UInt8[Array, "... H"]) -> UInt8[Array, "... H/2"]:
+def _pack(code: UInt8[Array, "... H"]) -> UInt8[Array, "... half"]:
     first, second = jnp.split(code, 2, axis=-1)
     return first | (second << 4)
 
 
-def _unpack(codes: UInt8[Array, "... H/2"]) -> Float[Array, "... H"]:
+def _unpack(codes: UInt8[Array, "... half"]) -> Float[Array, "... H"]:
     return jnp.concatenate([codes & 15, codes >> 4], axis=-1).astype(jnp.float32)
 
 
