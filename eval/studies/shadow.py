@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skg_jax.decode import Rows, seal_full, shadow_attempt
+from eval.studies.prefilled import Prefilled
+from skg_jax.decode import seal_full, shadow_attempt
 from skg_jax.engine import Engine, Options
-from skg_jax.engine.run import Run, attempt_of
+from skg_jax.engine.run import attempt_of
 from skg_jax.guard import Attempt
-from skg_jax.guard.policy import init as guard_init
 from skg_jax.kv.scoring import score_pages
 from skg_jax.types import BLOCK
 
@@ -34,15 +34,12 @@ class ShadowStep(NamedTuple):
     worst_head: float  # largest dropped mass of any head
 
 
-def shadow_run(engine: Engine, prompt: list[int], options: Options, steps: int) -> Iterator[ShadowStep]:
-    """Decode `steps` attempts of one prompt, comparing each with the truth."""
+def shadow_run(
+    engine: Engine, begun: Prefilled, prompt: list[int], options: Options, steps: int
+) -> Iterator[ShadowStep]:
+    """Decode `steps` attempts from a copy of a prefilled prompt, comparing each with the truth."""
     job = engine._job([prompt], options)
-    shape = engine.shape(job)
-    run = Run(engine, job)
-    cache = engine.new_cache(job, shape)
-    cache, token = run.prefill_row(functools.partial(_prefill, job.program), cache, 0, job.prompts[0])
-    zero = jnp.zeros(1, jnp.int32)
-    rows = Rows(jnp.asarray([token]), jnp.asarray([len(prompt)]), zero, zero, jnp.zeros(1, bool), guard_init(1))
+    cache, rows = jax.tree.map(jnp.copy, begun)
     for _ in range(steps):
         cache, rows, info, evidence = shadow_attempt(engine.model.params, cache, job.requests, rows, program=job.program)
         log = jax.tree.map(lambda x: np.asarray(x)[None], info)
@@ -113,12 +110,6 @@ def _scores(q, cache, length, audit):
         return found.lower, found.upper
 
     return jax.lax.map(layer, (jnp.arange(q.shape[0]), q))
-
-
-def _prefill(program, params, cache, requests, tokens, *index):
-    from skg_jax.decode import prefill
-
-    return prefill(params, cache, requests, tokens, *index, program=program)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
