@@ -78,7 +78,7 @@ def prefill(
     return cache, token[0], logits
 
 
-@functools.partial(jax.jit, static_argnames="program", donate_argnames=("cache", "rows"))
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
 def decode_loop(
     params: Params, cache: PagedKVCache, requests: Requests, rows: Rows, program: Program
 ) -> tuple[PagedKVCache, Rows, StepInfo]:
