@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import secrets
 import time
 import zlib
@@ -18,7 +20,6 @@ from skg_jax import chat, tokenizer
 from skg_jax.decode import Program, Requests, Rows, decode_loop, prefill
 from skg_jax.decode.state import NO_TOKEN
 from skg_jax.engine.options import Options, RequestError
-from skg_jax.engine.result import Result
 from skg_jax.engine.run import Run
 from skg_jax.guard import head_weights, operating_point
 from skg_jax.guard.policy import init as guard_init
@@ -28,6 +29,7 @@ from skg_jax.selectors import get
 from skg_jax.tokenizer import Tokenizer
 
 UNKNOWN_MODEL_TAU = 0.25  # where no operating point was measured; said so by the command line
+_selector = functools.cache(get)  # equal selectors are the same functions, or every request would compile
 _STOP_SLOTS = 4  # end-token ids are padded to a multiple, so that models share programs
 
 type Progress = Callable[[str, int, int], None]
@@ -44,6 +46,7 @@ class Job(NamedTuple):
     seed: int
     tau: float
     uncovered: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...]
 
 
 class Shape(NamedTuple):
@@ -52,6 +55,7 @@ class Shape(NamedTuple):
     batch: int
     tokens: int
     stops: int
+    tiers: int
 
 
 class Engine:
@@ -97,7 +101,8 @@ class Engine:
         need = max(len(p) + n for p, n in zip(job.prompts, job.limits, strict=True))
         chunks = -(-need // job.program.prefill_chunk)
         size = next(s for n in range(32) for s in (2**n, 3 * 2**n // 2) if s >= chunks)
-        return Shape(len(job.prompts), size * job.program.prefill_chunk, job.requests.stop.shape[1])
+        widths = job.requests.stop.shape[1], job.requests.policy.budgets.shape[1]
+        return Shape(len(job.prompts), size * job.program.prefill_chunk, *widths)
 
     def new_cache(self, job: Job, shape: Shape) -> kv.PagedKVCache:
         config = self.model.config
@@ -135,7 +140,8 @@ class Engine:
         context = self.model.config.max_context
         limits = [min(options.max_tokens, context - len(ids)) for ids in encoded]
         seed = secrets.randbits(32) if options.seed is None else options.seed
-        tau = self._tau(options)
+        known = operating_point(self.model.name, options.guard, options.pages)
+        tau = options.guard.tau or known or UNKNOWN_MODEL_TAU
         return Job(
             prompts=encoded,
             limits=limits,
@@ -145,7 +151,21 @@ class Engine:
             seed=seed,
             tau=tau,
             uncovered=self._uncovered(options),
+            notes=tuple(self._notes(options, limits, known)),
         )
+
+    def _notes(self, options: Options, limits: list[int], known: float | None):
+        if min(limits) < options.max_tokens:
+            context = self.model.config.max_context
+            yield (
+                f"max_tokens is cut from {options.max_tokens} to {min(limits)}: "
+                f"prompt and answer share the {context} tokens that {self.model.name} holds."
+            )
+        if options.attention == "guarded" and options.guard.tau is None and known is None:
+            yield (
+                f"no operating point is known for {self.model.name} with these settings, so tau is "
+                f"{UNKNOWN_MODEL_TAU:g}, which may be too strict or too loose; choose it yourself."
+            )
 
     def _check(self, ids: tuple[int, ...]) -> None:
         context = self.model.config.max_context
@@ -160,13 +180,15 @@ class Engine:
         return Program(
             model=self.model.config,
             mode=options.attention,
-            selector=get(options.selector),
+            selector=_selector(options.selector),
             audit=options.guard.audit(options.page_size),
             greedy=options.greedy,
         )
 
     def _requests(self, prompts, limits, options: Options, seed: int, tau: float) -> Requests:
-        ends = sorted(self.tokenizer.eos_ids)
+        ends = [] if options.ignore_end else sorted(self.tokenizer.eos_ids)
+        guarded = options.attention == "guarded"  # without a guard no tier is ever reached
+        guard = options.guard if guarded else dataclasses.replace(options.guard, tiers=())
         width = max(-(-len(ends) // _STOP_SLOTS), 1) * _STOP_SLOTS
         rows = len(prompts)
         fill = lambda value, dtype: jnp.full(rows, value, dtype)
@@ -175,16 +197,12 @@ class Engine:
             last=jnp.asarray([len(p) + n - 1 for p, n in zip(prompts, limits, strict=True)], jnp.int32),
             stop=jnp.asarray([ends + [NO_TOKEN - 1] * (width - len(ends))] * rows, jnp.int32),
             sampling=SamplingParams(
-                fill(options.temperature, jnp.float32), fill(options.top_k, jnp.int32), fill(options.top_p, jnp.float32),
-                fill(options.min_p, jnp.float32),
+                fill(options.temperature, jnp.float32), fill(options.top_k, jnp.int32),
+                fill(options.top_p, jnp.float32), fill(options.min_p, jnp.float32),
             ),
-            policy=options.guard.policy(tau, options.pages, [max(n - 1, 1) for n in limits]),
+            policy=guard.policy(tau, options.pages, [max(n - 1, 1) for n in limits]),
             weights=self._head_weights(options)[0],
         )  # fmt: skip
-
-    def _tau(self, options: Options) -> float:
-        known = operating_point(self.model.name, options.guard, options.pages)
-        return options.guard.tau or known or UNKNOWN_MODEL_TAU
 
     def _head_weights(self, options: Options):
         name = options.guard.weights

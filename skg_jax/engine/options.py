@@ -23,12 +23,15 @@ class Options:
     Attributes:
       max_tokens: most tokens to generate; cut to what the context leaves.
       attention: "guarded", sparse with audit and certificate; "sparse", without; "dense", exact.
-      selector: name of the page selector. pages: its first budget, below 1 a fraction (for topp: the mass to keep), from 1 up a count.
+      selector: name of the page selector. pages: its first budget, below 1 a fraction (for topp: the mass to keep),
+        from 1 up a count.
       page_size: tokens per page, 16, 32 or 64.
       guard: see GuardConfig.
       temperature, top_k, top_p, min_p: sampling; temperature 0 is greedy.
-      seed: of tokens and audits; None draws one from the operating system. Equal seeds give equal tokens and audited pages.
+      seed: of tokens and audits; None draws one from the operating system. Equal seeds give equal tokens and audited
+        pages.
       stop: strings that end the text, not included in it.
+      ignore_end: go on past end tokens, to time a fixed number of tokens.
       system: system message of the chat template. raw: the prompt as it is, without template.
 
     Raises:
@@ -47,6 +50,7 @@ class Options:
     min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    ignore_end: bool = False
     system: str | None = None
     raw: bool = False
 
@@ -59,6 +63,7 @@ class Options:
                 f"attention must be dense, sparse or guarded, not {self.attention!r}.",
             ),
             (self.pages > 0 and math.isfinite(self.pages), f"pages must be a positive number, not {self.pages}."),
+            (self.pages < 1 or self.pages % 1 == 0, f"pages counts whole pages from 1 up, not {self.pages}."),
             (
                 self.selector != "topp" or self.pages < 1,
                 f"with topp, pages is the mass to keep and below 1, not {self.pages}.",
@@ -82,6 +87,28 @@ class Options:
     def greedy(self) -> bool:
         """No draw needed."""
         return self.temperature == 0
+
+
+def budget(text: str) -> float:
+    """A page budget as people write it: `0.1` or `10%` of the pages, or `64` of them.
+
+    Raises:
+      RequestError: if it is neither, or 100% and more.
+    """
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        value = float(number)
+    except ValueError as error:
+        raise RequestError(f"{text!r} is no page budget; write 0.1 or 10% for a share, 64 for a count.") from error
+    if percent and value >= 100:
+        raise RequestError(f"a page budget of {text} is dense attention; ask for that, or for less than 100%.")
+    return value / 100 if percent else value
+
+
+def default_tiers(pages: float) -> tuple[float, ...]:
+    """The tier after a first budget: two and a half times as much, or none where that is every page."""
+    more = math.ceil(2.5 * pages) if pages >= 1 else 2.5 * pages
+    return () if pages < 1 <= more else (more,)
 
 
 type FinishReason = Literal["stop", "length", "interrupted", "error"]

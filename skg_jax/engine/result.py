@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class Result:
         return len(self.token_ids)
 
     def to_json(self, attempts: bool = False) -> dict[str, Any]:
-        """A JSON object; with `attempts` every attempt as well."""
+        """A JSON object; with `attempts` the options, the tokens and every attempt as well."""
         timing = dataclasses.asdict(self.timing)
         timing.pop("itl_s")
         out = {
@@ -69,16 +70,25 @@ class Result:
             out["error"] = self.error
         if attempts:
             out["token_ids"] = list(self.token_ids)
-            out["attempts"] = [a._asdict() | {"verdict": a.verdict.name} for a in self.attempts]
+            out["options"] = dataclasses.asdict(self.options)
+            out["attempts"] = [_attempt_json(a) for a in self.attempts]
         return out
+
+
+def _attempt_json(attempt: Attempt) -> dict[str, Any]:
+    """JSON has no infinity: a bound that says nothing is null."""
+    finite = {name: value for name, value in attempt._asdict().items() if name not in ("verdict", "bound", "cap")}
+    bounds = {name: value if math.isfinite(value) else None for name, value in
+              (("bound", attempt.bound), ("cap", attempt.cap))}  # fmt: skip
+    return finite | bounds | {"verdict": attempt.verdict.name}
 
 
 def page_counts(attempts: Sequence[Attempt]) -> dict[str, float]:
     """Pages over all layers and KV heads.
 
-    `total`: what dense attention would have read for the steps that stand. `selected_fraction`: mean share of the context that sparse
-    attempts read. `audited_fraction`: share of the unread pages whose keys the audits read. `read_fraction`: everything read, repeated and
-    exact attempts and audits included, over `total`.
+    `total`: what dense attention would have read for the steps that stand. `selected_fraction`: mean share of the
+    context that sparse attempts read. `audited_fraction`: share of the unread pages whose keys the audits read.
+    `read_fraction`: everything read, repeated and exact attempts and audits included, over `total`.
     """
     sparse = [a for a in attempts if not a.exact]
     total = sum(a.total for a in attempts if a.token is not None)

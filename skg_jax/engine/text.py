@@ -1,8 +1,11 @@
-"""The text of one row as it grows: incremental detokenising, end tokens, stop strings held back until they cannot match."""
+"""The text of one row as it grows: incremental detokenising, end tokens, stop strings held back.
+
+What was shown is never taken back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from skg_jax.tokenizer import Tokenizer
 
@@ -10,12 +13,12 @@ from skg_jax.tokenizer import Tokenizer
 class TextRow:
     """`push` tokens; what it returns may be shown, and is never taken back."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], ends: Collection[int]):
         self.tokens: list[int] = []
         self.text = ""  # shown so far
         self._held = ""  # could still be the beginning of a stop string
         self._stream = tokenizer.stream()
-        self._ends = tokenizer.eos_ids
+        self._ends = ends
         self._stop = stop
 
     def push(self, token: int) -> tuple[str, bool]:
