@@ -1,0 +1,1 @@
+"""`python -m skg_jax.generate --prompt "..."`: text on stdout, statistics and the certificate on stderr."""
