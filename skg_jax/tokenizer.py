@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
-from tokenizers import models as bpe_models
+from tokenizers import decoders
 
 from models.errors import ModelError
 
@@ -111,9 +110,6 @@ def load(model_path: str | Path) -> Tokenizer:
     raise ModelError(f"There is no tokenizer at {path}; give a GGUF file or a folder with a tokenizer.json.")
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-
-
 def _from_folder(folder: Path) -> Tokenizer:
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json; pass --tokenizer DIR with a folder that has one.")
@@ -185,100 +181,27 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     return template
 
 
-# -- GGUF -------------------------------------------------------------------------------------------------------------
-
-_CONTROL, _USER_DEFINED = 3, 4  # token types of the format
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Words by `pattern`, then bytes as printable characters."""
-    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
-    """Every digit alone, then GPT-2's words."""
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-
-
-# `tokenizer.ggml.pre` -> pre-tokenizer, normalizer, whether whole words of the vocabulary skip the merges
-_PRE_TOKENIZERS = {
-    "smollm": (_digits_then_gpt2(), None, False),
-    "qwen2": (
-        _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST),
-        normalizers.NFC(),
-        False,
-    ),
-    "llama-bpe": (
-        _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST),
-        None,
-        True,
-    ),
-}
-
-
 def _from_gguf(path: Path) -> Tokenizer:
     # Imported here: a folder's tokenizer needs no GGUF reader.
     from models.loading.gguf_reader import open_reader
+    from models.loading.gguf_tokenizer import build, value
 
-    fields = open_reader(path).fields
-
-    def value(name: str, default: Any = None) -> Any:
-        return fields[f"tokenizer.{name}"].contents() if f"tokenizer.{name}" in fields else default
-
-    tokens = value("ggml.tokens", [])
-    backend = _gguf_backend(path, value, tokens)
-    pre = value("ggml.pre")
-    bos, eos = value("ggml.bos_token_id"), value("ggml.eos_token_id")
+    reader = open_reader(path)
+    backend = build(reader, str(path))
+    bos, eos, eot, eom = (value(reader, f"ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
     # llama.cpp's own default: Llama 3 starts with BOS even when its file does not say so.
-    add_bos = value("ggml.add_bos_token", pre == "llama-bpe") and bos is not None
+    add_bos = value(reader, "ggml.add_bos_token", value(reader, "ggml.pre") == "llama-bpe")
+    # Qwen's generation_config.json lists the end of a document besides; GGUF files do not.
+    document = backend.token_to_id("<|endoftext|>")
     return Tokenizer(
         backend,
         bos=bos if add_bos else None,
-        eos_ids=_gguf_eos(backend, eos, value("ggml.eot_token_id"), value("ggml.eom_token_id")),
-        bos_token="" if bos is None else tokens[bos],
-        eos_token="" if eos is None else tokens[eos],
-        chat_template=value("chat_template"),
+        eos_ids={i for i in (eos, eot, eom, document) if i is not None},
+        bos_token=_token(backend, bos),
+        eos_token=_token(backend, eos),
+        chat_template=value(reader, "chat_template"),
     )
 
 
-def _gguf_backend(path: Path, value, tokens: list[str]) -> tokenizers.Tokenizer:
-    kind, pre = value("ggml.model"), value("ggml.pre", "default")
-    try:
-        if (embedded := value("huggingface.json")) is not None:
-            return tokenizers.Tokenizer.from_str(embedded)
-        if kind == "gpt2" and pre in _PRE_TOKENIZERS:
-            types = value("ggml.token_type", [1] * len(tokens))
-            return _byte_level_bpe(pre, tokens, types, value("ggml.merges", []))
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"The tokenizer in {path} is damaged ({error}); download the file again.") from error
-    raise ModelError(
-        f"{path} has a tokenizer of kind {kind!r} with pre-tokenizer {pre!r}, which is not implemented; "
-        "pass --tokenizer DIR with a folder that has the model's tokenizer.json."
-    )
-
-
-def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> tokenizers.Tokenizer:
-    pre_tokenizer, normalizer, ignore_merges = _PRE_TOKENIZERS[pre]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    # A byte that the vocabulary lacks is dropped, as transformers does; SmolLM2 lacks a few that no text holds.
-    backend = tokenizers.Tokenizer(bpe_models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=ignore_merges))
-    backend.pre_tokenizer = pre_tokenizer
-    backend.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in (_CONTROL, _USER_DEFINED):
-            added = AddedToken(token, normalized=False, special=kind == _CONTROL)
-            backend.add_special_tokens([added]) if added.special else backend.add_tokens([added])
-    return backend
-
-
-def _gguf_eos(backend: tokenizers.Tokenizer, *ids: int | None) -> set[int]:
-    """The ids that the file names, and the end of a document, which Qwen's generation_config.json lists besides."""
-    return {i for i in (*ids, backend.token_to_id("<|endoftext|>")) if i is not None}
+def _token(backend: tokenizers.Tokenizer, i: int | None) -> str:
+    return "" if i is None else backend.id_to_token(i) or ""

@@ -25,7 +25,7 @@ class Source(Protocol):
     """An open file or folder of named tensors; shapes and values are row-major, matrices `[out, in]`."""
 
     path: str
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str) -> np.ndarray: ...
 

@@ -41,6 +41,11 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {module.__name__: module.__version__ for module in modules}
 
 
+def pair(merge: str) -> tuple[str, str]:
+    left, right = merge.split(" ")
+    return left, right
+
+
 class Vocabulary:
     """What a GGUF file says about text."""
 
@@ -52,7 +57,7 @@ class Vocabulary:
 
         tokens = value("ggml.tokens")
         self.ids = {token: i for i, token in enumerate(tokens)}
-        self.merges = [tuple(merge.split(" ", 1)) for merge in value("ggml.merges")]
+        self.merges = [pair(merge) for merge in value("ggml.merges")]
         types = value("ggml.token_type")
         self.special = [token for token, kind in zip(tokens, types, strict=True) if kind in (3, 4)]
         self.template = value("chat_template")
@@ -73,15 +78,14 @@ def render(vocabulary: Vocabulary, chat: str, add_generation_prompt: bool = True
 @torch.no_grad()
 def continuation(model, ids: list[int]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Greedy tokens with their smallest lead, and the logits after the prompt."""
-    cache, greedy, leads, first = transformers.DynamicCache(config=model.config), [], [], None
-    step = torch.tensor([ids])
-    for _ in range(STEPS):
-        logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
-        first = logits if first is None else first
+    cache, greedy, leads = transformers.DynamicCache(config=model.config), [], []
+    first = logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+    for i in range(STEPS):
+        if i:
+            logits = model(torch.tensor([greedy[-1:]]), past_key_values=cache, use_cache=True).logits[0, -1]
         two = logits.topk(2)
         leads.append(float(two.values[0] - two.values[1]))
         greedy.append(int(two.indices[0]))
-        step = torch.tensor([[greedy[-1]]])
     top = first.topk(TOP)
     entry = {"prompt": ids, "greedy": greedy, "margin": round(min(leads), 5)}
     return entry, {
@@ -111,12 +115,13 @@ def make_model(path: Path, name: str, out: Path) -> None:
         entries.append({"name": prompt} | entry)
         arrays.append(values)
     write(out / f"{name}.json", {"versions": versions(), "prompts": entries})
-    np.savez_compressed(out / f"{name}.npz", **{key: np.stack([a[key] for a in arrays]) for key in arrays[0]})
+    stacked: dict[str, Any] = {key: np.stack([a[key] for a in arrays]) for key in arrays[0]}
+    np.savez_compressed(out / f"{name}.npz", **stacked)
 
 
 @torch.no_grad()
 def make_tiny(out: Path) -> None:
-    logits = {}
+    logits: dict[str, Any] = {"versions": np.array(json.dumps(versions()))}
     for name, values in tiny.CONFIGS.items():
         config = transformers.AutoConfig.for_model(**values)
         config._attn_implementation = "eager"
@@ -127,7 +132,7 @@ def make_tiny(out: Path) -> None:
         model.load_state_dict(weights, strict=True)
         logits[name] = model(torch.from_numpy(tiny.tokens(name)).long()).logits[:, tiny.POSITIONS].numpy()
         print(f"tiny {name}: logits with standard deviation {logits[name].std():.2f}")
-    np.savez_compressed(out / "tiny.npz", versions=np.array(json.dumps(versions())), **logits)
+    np.savez_compressed(out / "tiny.npz", **logits)
 
 
 def make_text(models: Path, out: Path) -> None:
@@ -155,7 +160,7 @@ def make_text(models: Path, out: Path) -> None:
 
 def synthetic() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """(vocabulary, merges) of prompts.py: special tokens, bytes, merges, whole words."""
-    merges = [tuple(merge.split(" ")) for merge in prompts.MERGES]
+    merges = [pair(merge) for merge in prompts.MERGES]
     merged = ["".join(merge) for merge in merges]
     tokens = prompts.SPECIAL + prompts.USER_DEFINED + sorted(BYTES.values()) + merged + prompts.WHOLE_WORDS
     assert len(set(tokens)) == len(tokens)

@@ -1,5 +1,7 @@
 """The forward pass, against transformers' values and against itself."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,12 +46,11 @@ def test_the_golden_logits_notice_the_scaling_of_rope(model):
     assert np.abs(found - golden.tiny_logits(name)).max() > 0.05
 
 
-@pytest.mark.parametrize("chunks", [[1, 1, 1, 128], [57, 1, 73]])
-def test_a_cache_gives_the_logits_of_the_whole_text(model, chunks):
+def test_a_cache_gives_the_logits_of_the_whole_text(model):
     name, loaded = model
     tokens, start, found = tiny.tokens(name), 0, []
     cache = run.empty_cache(loaded.config, tiny.B, tiny.T)
-    for size in chunks:
+    for size in (65, 1, 65):
         positions = np.broadcast_to(np.arange(start, start + size), (tiny.B, size))
         x, cache = run.step(loaded.params, loaded.config, tokens[:, start : start + size], positions, cache)
         found.append(x)
@@ -86,7 +87,8 @@ def test_attend_sees_every_layer_in_turn_and_ys_are_stacked():
         assert (q.shape, k.shape, v.shape) == ((2, 5, 6, 10), (2, 5, 2, 10), (2, 5, 2, 10))
         return q, carry * 10 + layer + 1, {"layer": layer, "k": k}
 
-    x, carry, ys = decoder.hidden_states(params, CONFIG, tokens, positions, attend, jnp.int32(0))
+    forward = jax.jit(lambda params: decoder.hidden_states(params, CONFIG, tokens, positions, attend, jnp.int32(0)))
+    x, carry, ys = forward(params)
     assert x.shape == (2, 5, 26)
     assert int(carry) == 123
     np.testing.assert_array_equal(ys["layer"], [0, 1, 2])
@@ -104,11 +106,13 @@ def test_a_later_token_changes_nothing_before_it():
 
 
 def test_bfloat16_stays_bfloat16_and_logits_are_float32():
-    params = decoder.init(CONFIG, jax.random.key(3), jnp.bfloat16)
-    tokens, positions = jnp.zeros((1, 3), jnp.int32), jnp.arange(3)[None]
-    x, _, _ = decoder.hidden_states(params, CONFIG, tokens, positions, decoder.attend_dense, None)
-    assert x.dtype == jnp.bfloat16
-    assert decoder.unembed(params, CONFIG, x).dtype == jnp.float32
+    def forward(params):
+        tokens, positions = jnp.zeros((1, 3), jnp.int32), jnp.arange(3)[None]
+        x, _, _ = decoder.hidden_states(params, CONFIG, tokens, positions, decoder.attend_dense, None)
+        return x, decoder.unembed(params, CONFIG, x)
+
+    x, logits = jax.eval_shape(forward, decoder.abstract(CONFIG, jnp.bfloat16))
+    assert (x.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
 
 
 def test_attend_dense_equals_plain_loops():
@@ -128,7 +132,8 @@ def test_attend_dense_equals_plain_loops():
 def test_a_step_compiles_once():
     params = decoder.init(CONFIG, jax.random.key(5))
     cache = run.empty_cache(CONFIG, 1, 8)
-    run.step.clear_cache()
+    step: Any = run.step  # pyright does not know what jit adds
+    step.clear_cache()
     for i in range(4):
-        _, cache = run.step(params, CONFIG, np.array([[i]]), np.array([[i]]), cache)
-    assert run.step._cache_size() == 1
+        _, cache = step(params, CONFIG, np.array([[i]]), np.array([[i]]), cache)
+    assert step._cache_size() == 1

@@ -23,7 +23,8 @@ def _worst(path, name) -> float:
 def test_llama_has_permuted_weights_and_scaling_as_a_tensor(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", "llama")
     config = registry.load(path).config
-    assert len(config.rope_scaling) == 9 and config.rope_scaling[0] == 1.0 and config.rope_scaling[-1] == 8.0
+    assert isinstance(config.rope_scaling, tuple) and len(config.rope_scaling) == 9
+    assert config.rope_scaling[0] == 1.0 and config.rope_scaling[-1] == 8.0
     assert (config.head_dim, config.tied_embeddings) == (18, False)
     assert _worst(path, "llama") < 1e-4
 

@@ -54,7 +54,7 @@ def test_an_untied_model_from_gguf_with_rope_divisors(tmp_path):
     model = registry.load(write_gguf(tmp_path / "m.gguf", "llama"))
     registry.save(tmp_path / "ckpt", model)
     again = registry.load(tmp_path / "ckpt")
-    assert again.config == model.config and len(again.config.rope_scaling) == 9
+    assert again.config == model.config and isinstance(again.config.rope_scaling, tuple)
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model.params))
 
 

@@ -55,7 +55,7 @@ def test_a_built_in_with_other_bytes_is_refused(alone):
     with pytest.raises(ModelError, match="its SHA-256 is [0-9a-f]{64}"):
         registry.load(SMALL)
     # The same file by its path is anyone's model.
-    assert len(registry.load(alone / f"{SMALL}.gguf").sha256) == 64
+    assert registry.load(alone / f"{SMALL}.gguf").sha256
 
 
 def test_what_is_not_there_or_no_model(tmp_path):
