@@ -9,9 +9,18 @@ from scipy.stats import binom
 
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats import sampling
-from tests.stats.oracle import ALPHAS, Population
+from tests.stats.oracle import ALPHAS, UNITS, Population
 
 EPS = 0.05
+REPS = 2000  # of one batch: everything below is compiled once, for that size
+FAULTS = (
+    "none",
+    "claimed uniform",
+    "drawn uniformly",
+    "mass not reduced",
+    "slack never removed",
+    "slack removed early",
+)
 
 
 def sizes(pop: Population) -> tuple[np.float32, np.float32]:
@@ -20,48 +29,56 @@ def sizes(pop: Population) -> tuple[np.float32, np.float32]:
     return np.float32(as64(pop.cap)), np.float32(as64(pop.x))
 
 
-@functools.partial(jax.jit, static_argnames=("sampler", "n", "fault"))
-def audit(key, x, lo, cap, valid, sampler: str, n: int, fault: str = ""):
-    """n draws with probability proportional to the gap, booked correctly unless `fault` says otherwise.
-
-    Returns the process and whether a read lay outside its bounds.
-    """
-    law = sampling.pps_probs(cap - lo, valid, EPS)
-    flat = valid / valid.sum()
-    cum, exact = sampling.integer_law(flat if fault == "drawn uniformly" else law)
-    claim = {"claimed uniform": flat, "drawn uniformly": law}.get(fault, exact if sampler == "iid" else law)
-    index = sampling.draw_iid(key, cum, n) if sampler == "iid" else sampling.draw_wor(key, law, n)
-    slack, drawn = cap[index] - x[index], law[index] > 0
-    if sampler == "iid":
-        seen = kw.observe_iid(slack, claim[index], drawn)
-    else:
-        seen = kw.observe_wor(slack, claim[index], drawn)
-    if fault == "mass not reduced":
-        seen = seen._replace(probs=law[index])
-    if fault == "slack never removed":
-        seen = seen._replace(removed=jnp.zeros(n))
-    if fault == "slack removed early":
-        seen = seen._replace(removed=seen.removed + slack)
-    outside = kw.violated(x[index], lo[index], cap[index], drawn)
-    return kw.update_batch(kw.init(kw.KWConfig(capacity=n)), *seen), outside
+def _audit(key, pop, wor, fault) -> tuple[kw.KWState, jax.Array]:
+    """UNITS draws with probability proportional to the gap, booked as they were made unless `fault` says otherwise."""
+    is_fault = lambda name: fault == FAULTS.index(name)  # noqa: E731
+    law = sampling.pps_probs(pop.cap - pop.lo, pop.valid, EPS)
+    flat = pop.valid / pop.valid.sum()
+    cum, exact = sampling.integer_law(jnp.where(is_fault("drawn uniformly"), flat, law))
+    claim = jnp.where(wor | is_fault("drawn uniformly"), law, exact)
+    claim = jnp.where(is_fault("claimed uniform"), flat, claim)
+    index = jnp.where(wor, sampling.draw_wor(key, law, UNITS), sampling.draw_iid(key, cum, UNITS))
+    slack, drawn = pop.cap[index] - pop.x[index], law[index] > 0
+    iid_seen, wor_seen = kw.observe_iid(slack, claim[index], drawn), kw.observe_wor(slack, claim[index], drawn)
+    seen = jax.tree.map(lambda a, b: jnp.where(wor, a, b), wor_seen, iid_seen)
+    removed = seen.removed + jnp.where(is_fault("slack removed early"), slack, 0)
+    seen = seen._replace(
+        probs=jnp.where(is_fault("mass not reduced"), law[index], seen.probs),
+        removed=jnp.where(is_fault("slack never removed"), 0, removed),
+    )
+    outside = kw.violated(pop.x[index], pop.lo[index], pop.cap[index], drawn)
+    return kw.update_batch(kw.init(kw.KWConfig(capacity=UNITS)), *seen), outside
 
 
-def audits(pop: Population, sampler: str, n: int, reps: int, fault: str = "", seed: int = 0, with_flags: bool = False):
-    keys = jax.random.split(jax.random.key(seed), reps)
-    states, flags = jax.vmap(lambda key: audit(key, *pop, sampler=sampler, n=n, fault=fault))(keys)
-    return (states, flags) if with_flags else states
+_audits = jax.jit(jax.vmap(_audit, (0, None, None, None)))
 
 
-def paths(states: kw.KWState, pop: Population, eta=None, config=kw.DEFAULT):
-    """log K_t at the true total, [reps, n]."""
-    cap, truth = sizes(pop)
-    eta = kw.rounding_guard(cap) if eta is None else eta
-    return np.asarray(_paths(states, cap, truth, eta, config))
+def audits_and_flags(pop: Population, sampler: str, fault: str = "none", seed: int = 0):
+    """REPS audits by "iid" or "wor" draws, and which of them read a value outside its bounds."""
+    keys = jax.random.split(jax.random.key(seed), REPS)
+    return _audits(keys, pop, sampler == "wor", FAULTS.index(fault))
+
+
+def audits(pop: Population, sampler: str, fault: str = "none", seed: int = 0) -> kw.KWState:
+    return audits_and_flags(pop, sampler, fault, seed)[0]
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _paths(states, cap, truth, eta, config):
     return jax.vmap(lambda s: kw.wealth_path(s, cap, truth, eta, config))(states)
+
+
+def paths(states: kw.KWState, pop: Population, guard: float = kw.GUARD, config=kw.DEFAULT) -> np.ndarray:
+    """log K_t at the true total, [REPS, UNITS]."""
+    cap, truth = sizes(pop)
+    return np.asarray(_paths(states, cap, truth, guard * cap, config))
+
+
+def many_paths(
+    pop: Population, sampler: str, fault: str = "none", guard: float = kw.GUARD, config=kw.DEFAULT, times=10
+):
+    """`paths` of several batches."""
+    return np.concatenate([paths(audits(pop, sampler, fault, s), pop, guard, config) for s in range(times)])
 
 
 def undercovers(peaks: np.ndarray) -> bool:

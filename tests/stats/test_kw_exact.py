@@ -18,15 +18,23 @@ SINGLE_BETS = [kw.KWConfig(betas=(b,), weights=(1.0,)) for b in oracle.BETAS]
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def wealth(slack, prob, spent, room, config=kw.DEFAULT, eta=0.0):
-    """K_t for many sequences of draws, [S, n] -> [S, n]."""
-
+def _wealth(slack, prob, spent, valid, room, eta, config):
     def one(slack, prob, spent):
         state = kw.init(kw.KWConfig(capacity=slack.size), slack.dtype)
-        state = kw.update_batch(state, slack, prob, jnp.ones(slack.shape, bool), spent)
-        return jnp.exp(kw.wealth_path(state, room, 0.0, eta, config))
+        return jnp.exp(kw.wealth_path(kw.update_batch(state, slack, prob, valid, spent), room, 0.0, eta, config))
 
     return jax.vmap(one)(slack, prob, spent)
+
+
+def wealth(slack, prob, spent, room, config=kw.DEFAULT, eta=0.0):
+    """K_t for many sequences of draws, [S, n] -> [S, n] of numpy, padded so that few shapes are compiled."""
+    rows, n = slack.shape
+    block = (720, 6) if n <= 6 else (1, 24)
+    pad = lambda v: np.pad(v, ((0, block[0] - rows), (0, block[1] - n)), constant_values=np.nan)  # noqa: E731
+    scalar = slack.dtype.type
+    valid = np.arange(block[1]) < n
+    k = _wealth(pad(slack), pad(prob), pad(spent), valid, scalar(room), scalar(eta), config)
+    return np.asarray(k, np.float64)[:rows, :n]
 
 
 def units(seed: int, n: int):
@@ -50,7 +58,7 @@ def test_wealth_equals_stored_vectors(case, side):
     with jax.enable_x64(True):
         prob, spent = oracle.wor_inputs(slack, p)
         for m, ref in case[f"log_wealth_{side}"].items():
-            got = np.log(np.asarray(wealth(*(pad(v)[None] for v in (slack, prob, spent)), rooms[m]))[0, : case["n"]])
+            got = np.log(wealth(slack[None], prob[None], spent[None], rooms[m])[0])
             ref = np.array([float(v) for v in ref])
             settled = np.abs(rooms[m] - spent) > 1e-9  # else the room is zero but for rounding: neither side is right
             np.testing.assert_allclose(got[settled], ref[settled], rtol=1e-8, atol=1e-8)
@@ -114,8 +122,7 @@ def _check_all_orders(n, config):
         r = slack[perms]
         with jax.enable_x64(True):
             at_truth, below = (
-                chance @ np.asarray(wealth(r, prob, np.cumsum(r, 1) - r, room, config))
-                for room in (slack.sum(), 1.3 * slack.sum())
+                chance @ wealth(r, prob, np.cumsum(r, 1) - r, room, config) for room in (slack.sum(), 1.3 * slack.sum())
             )
         np.testing.assert_allclose(at_truth, 1, atol=1e-6)
         assert np.all(below < 1)
@@ -128,8 +135,8 @@ def test_all_sequences_with_replacement():
     for slack in (cap - x, x - lo):
         with jax.enable_x64(True):
             args = (slack[sequences], p[sequences], np.zeros(sequences.shape))
-            at_truth = chance @ np.asarray(wealth(*args, slack.sum()))
-            below = chance @ np.asarray(wealth(*args, 1.3 * slack.sum()))
+            at_truth = chance @ wealth(*args, slack.sum())
+            below = chance @ wealth(*args, 1.3 * slack.sum())
         np.testing.assert_allclose(at_truth, 1, atol=1e-6)
         assert np.all(below < 1)
 
@@ -146,8 +153,8 @@ def test_two_rounds_with_units_dropped_between():
             rows.append((slack[list(first + second)], q, [0, 0, removed, removed]))
     slacks, prob, spent = (np.array(column) for column in zip(*rows, strict=True))
     with jax.enable_x64(True):
-        at_truth = prob.prod(1) @ np.asarray(wealth(slacks, prob, spent, slack.sum()))
-        restarted = prob.prod(1) @ np.asarray(wealth(slacks, prob, np.zeros_like(spent), slack.sum()))
+        at_truth = prob.prod(1) @ wealth(slacks, prob, spent, slack.sum())
+        restarted = prob.prod(1) @ wealth(slacks, prob, np.zeros_like(spent), slack.sum())
     np.testing.assert_allclose(at_truth, 1, atol=1e-6)
     assert restarted[-1] < 1 - 1e-2  # what was read stays in the denominator: valid, and seen to be wasteful
 
@@ -158,8 +165,8 @@ def test_units_at_their_bound_never_raise_the_mean(slack):
     perms, chance = oracle.orders(p)
     prob = p[perms] / (1 - np.cumsum(p[perms], 1) + p[perms])
     spent = np.cumsum(slack[perms], 1) - slack[perms]
-    args = (jnp.asarray(v, jnp.float32) for v in (slack[perms], prob, spent))
-    mean = chance @ np.asarray(wealth(*args, slack.sum(), eta=2e-5), np.float64)
+    slacks, prob, spent = (v.astype(np.float32) for v in (slack[perms], prob, spent))
+    mean = chance @ wealth(slacks, prob, spent, slack.sum(), eta=2e-5)
     assert np.all(np.isfinite(mean)) and np.all(mean <= 1 + 1e-5)
 
 
@@ -168,6 +175,6 @@ def test_wrong_claims_move_the_exact_mean():
     x, _, cap, p = units(5, 4)
     slack, sequences = cap - x, np.array(list(itertools.product(range(4), repeat=3)))
     with jax.enable_x64(True):
-        k = np.asarray(wealth(slack[sequences], p[sequences], np.zeros(sequences.shape), slack.sum()))
+        k = wealth(slack[sequences], p[sequences], np.zeros(sequences.shape), slack.sum())
     assert abs(p[sequences].prod(1) @ k - 1).max() < 1e-6
     assert abs((0.25**3 * k).sum(0) - 1).max() > 0.05

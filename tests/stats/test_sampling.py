@@ -16,12 +16,12 @@ DRAWS = 100_000
 UINT32 = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 7, 64, 97])
+@pytest.mark.parametrize("n", [0, 1, 7, 97])
 def test_sums_equal_exact_integers(n):
     x = np.random.default_rng(n).integers(-99, 99, (3, n)).astype(np.float32)
-    np.testing.assert_array_equal(sums.tree_sum(jnp.asarray(x)), x.sum(1))
-    np.testing.assert_array_equal(sums.prefix_sum(jnp.asarray(x)), x.cumsum(1))
-    np.testing.assert_array_equal(sums.exclusive_prefix(jnp.asarray(x)), x.cumsum(1) - x)
+    np.testing.assert_array_equal(jax.jit(sums.tree_sum)(x), x.sum(1))
+    np.testing.assert_array_equal(jax.jit(sums.prefix_sum)(x), x.cumsum(1))
+    np.testing.assert_array_equal(jax.jit(sums.exclusive_prefix)(x), x.cumsum(1) - x)
 
 
 def test_sums_stay_accurate_at_a_million_terms():
@@ -132,8 +132,8 @@ def test_chi_square_notices_a_wrong_law():
 def test_small_probabilities_are_realised():
     """The law of 1e5 units: those of the uniform share, each near 2e-7, are drawn as often as it says."""
     p = sampling.pps_probs(jnp.where(jnp.arange(100_000) < 1000, 1.0, 1e-9), jnp.ones(100_000, bool), 0.02)
-    cum, law = sampling.integer_law(p)
-    small = np.asarray(sampling.draw_iid(jax.random.key(1), cum, 1_000_000)) >= 1000
+    cum, law = _law(p)
+    small = np.asarray(jax.jit(sampling.draw_iid, static_argnums=2)(jax.random.key(1), cum, 300_000)) >= 1000
     chance = np.asarray(law, np.float64)[1000:].sum()
     assert abs(small.mean() - chance) < 4 * np.sqrt(chance / small.size)
 
