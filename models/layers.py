@@ -40,16 +40,19 @@ def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> 
 
 
 class Linear(nnx.Module):
-    """A kernel `[*inputs, *outputs]`, an optional bias `[*outputs]`, and the einsum that applies it."""
+    """Maps the axes `inputs` to the axes `outputs`: a kernel `[*inputs, *outputs]` and an optional bias `[*outputs]`."""
 
-    def __init__(self, equation: str, shape: tuple[int, ...], bias: tuple[int, ...] | None):
-        self.equation = equation
-        self.kernel = nnx.Param(jnp.zeros(shape))
-        if bias is not None:
-            self.bias = nnx.Param(jnp.zeros(bias))
+    def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool = False):
+        self.outputs = outputs
+        self.kernel = nnx.Param(jnp.zeros(inputs + outputs))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(outputs))
 
-    def __call__(self, x: Array) -> Array:
-        y = jnp.einsum(self.equation, x, self.kernel[...])
+    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        # As one matrix: of an einsum over several axes XLA would transpose the kernel first, in every step.
+        rows = x.reshape(*x.shape[:2], -1)
+        y = rows @ self.kernel[...].reshape(rows.shape[-1], -1)
+        y = y.reshape(*x.shape[:2], *self.outputs)
         return y + self.bias[...] if hasattr(self, "bias") else y
 
 
@@ -58,12 +61,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
-
-        def into(heads):
-            return Linear("BTD,DNH->BTNH", (D, heads, H), (heads, H) if config.qkv_bias else None)
-
-        self.q, self.k, self.v = into(N), into(K), into(K)
-        self.o = Linear("BTNH,NHD->BTD", (N, H, D), None)
+        self.q, self.k, self.v = (Linear((D,), (heads, H), bias=config.qkv_bias) for heads in (N, K, K))
+        self.o = Linear((N, H), (D,))
 
     def __call__(self, x: Float[Array, "B T D"], cos, sin, attend: LayerAttend, carry):
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -76,9 +75,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         D, F = config.embed_dim, config.mlp_dim
-        self.gate = Linear("BTD,DF->BTF", (D, F), None)
-        self.up = Linear("BTD,DF->BTF", (D, F), None)
-        self.down = Linear("BTF,FD->BTD", (F, D), None)
+        self.gate = Linear((D,), (F,))
+        self.up = Linear((D,), (F,))
+        self.down = Linear((F,), (D,))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
