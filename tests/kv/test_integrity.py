@@ -1,0 +1,139 @@
+"""Checksums notice every single change and the regular ones; the scrub says where."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skg_jax.kv import cache as kv
+from skg_jax.kv import integrity
+from skg_jax.kv.cache import PagedKVCache
+from skg_jax.types import BLOCK
+
+L, P, K, H = 2, 5, 2, 10
+OPEN, STALE = 3, 4  # blocks of the pool that are not sealed any more, or not yet
+
+checksum = jax.jit(integrity.checksum)
+seal = jax.jit(kv.seal)
+
+
+@functools.cache
+def sealed(dtype=jnp.float32) -> PagedKVCache:
+    rng = np.random.default_rng(0)
+    cache = kv.init(L, K, H, 1, P * BLOCK, dtype)
+    cache = cache._replace(**{name: jnp.asarray(rng.normal(size=(L, P, K, BLOCK, H)), dtype) for name in ("k", "v")})
+    cache = seal(cache, jnp.arange(P), jnp.arange(P) != OPEN)
+    return cache._replace(written=cache.written.at[STALE].add(1))
+
+
+def altered(cache: PagedKVCache, name: str, at: tuple[int, int, int], change) -> PagedKVCache:
+    """The cache after `change` of the raw bits [64, H] of one layer, block and head, behind its back."""
+    pool = np.array(getattr(cache, name))
+    pool[at] = change(pool[at].view(f"u{pool.itemsize}")).view(pool.dtype)
+    return cache._replace(**{name: jnp.asarray(pool)})
+
+
+def flip(bit: int):
+    def change(bits):
+        bits[37, 7] ^= bits.dtype.type(1 << bit)
+        return bits
+
+    return change
+
+
+def swap_tokens(bits):
+    bits[[2, 11]] = bits[[11, 2]]
+    return bits
+
+
+def swap_far_tokens(bits):
+    bits[[0, 63]] = bits[[63, 0]]
+    return bits
+
+
+def negate_token(bits):
+    bits[5] ^= bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    return bits
+
+
+def another_value(bits):
+    bits[63, 0] = bits[0, 0]
+    return bits
+
+
+CHANGES = [swap_tokens, swap_far_tokens, negate_token, another_value, np.zeros_like, lambda bits: bits[::-1].copy()]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_intact_cache_scrubs_clean(dtype):
+    assert integrity.scrub(sealed(dtype)) == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_any_flipped_bit_is_found_and_located(dtype, name):
+    cache = sealed(dtype)
+    for bit in range(8 * cache.k.dtype.itemsize):
+        found = integrity.scrub(altered(cache, name, (1, 2, 1), flip(bit)))
+        assert found == [integrity.Mismatch(1, 2, {"k": "keys", "v": "values"}[name])]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_tokens_are_found(dtype, change):
+    assert integrity.scrub(altered(sealed(dtype), "k", (0, 1, 0), change)) == [integrity.Mismatch(0, 1, "keys")]
+
+
+def test_blocks_that_are_open_or_stale_are_not_judged():
+    cache = sealed()
+    for block in (OPEN, STALE):
+        cache = altered(cache, "k", (0, block, 0), negate_token)
+    assert integrity.scrub(cache) == []
+
+
+def test_several_faults_are_all_listed_and_read_as_sentences():
+    cache = altered(altered(sealed(), "v", (0, 2, 0), swap_tokens), "k", (1, 0, 1), flip(3))
+    assert [str(bad) for bad in integrity.scrub(cache)] == [
+        "the keys of block 0 in layer 1 do not match their checksum",
+        "the values of block 2 in layer 0 do not match their checksum",
+    ]
+
+
+def test_a_quarter_has_a_sum_of_its_own():
+    before, after = (np.asarray(checksum(x)) for x in (sealed().k, altered(sealed(), "k", (0, 1, 0), flip(0)).k))
+    changed = np.argwhere(before != after)
+    np.testing.assert_array_equal(changed, [[0, 1, 0, 37 // 16]])
+
+
+# --- regular changes, of which a linear hash misses many ----------------------------------------------------------
+
+
+def plain(x) -> np.ndarray:
+    """Every element times its own odd constant, summed: what the checksum must not be."""
+    x = np.asarray(x)
+    bits = x.view(f"u{x.itemsize}").astype(np.uint64).reshape(len(x), -1)
+    odd = (np.arange(1, bits.shape[1] + 1) * 0x9E3779B9 & 0xFFFFFFFF) | 1
+    return (bits * odd.astype(np.uint64)).sum(1) & 0xFFFFFFFF
+
+
+REGULAR = {
+    "negated token": lambda x: x.at[:, 3].multiply(-1),
+    "negated": lambda x: -x,
+    "doubled": lambda x: 2 * x,
+    "tokens swapped": lambda x: x.at[:, jnp.array([2, 9])].set(x[:, jnp.array([9, 2])]),
+    "halves swapped": lambda x: jnp.roll(x, x.shape[-1] // 2, axis=-1),
+    "moved by a token": lambda x: jnp.roll(x, 1, axis=1),
+    "reversed": lambda x: x[:, ::-1],
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_regular_changes_of_many_pages_are_all_noticed(dtype):
+    pages = jnp.asarray(np.random.default_rng(1).normal(size=(4000, 16, 16)), dtype)
+    before, missed = checksum(pages), set()
+    for name, change in REGULAR.items():
+        assert (np.asarray(checksum(change(pages))) != np.asarray(before)).all(), name
+        missed |= {name} if (plain(change(pages)) == plain(pages)).any() else set()
+    assert "negated token" in missed
