@@ -140,7 +140,7 @@ class Engine:
         context = self.model.config.max_context
         limits = [min(options.max_tokens, context - len(ids)) for ids in encoded]
         seed = secrets.randbits(32) if options.seed is None else options.seed
-        known = operating_point(self.model.name, options.guard, options.pages)
+        known = operating_point(self.model.name, options.guard, float(options.pages))
         tau = options.guard.tau or known or UNKNOWN_MODEL_TAU
         return Job(
             prompts=encoded,
@@ -200,7 +200,7 @@ class Engine:
                 fill(options.temperature, jnp.float32), fill(options.top_k, jnp.int32),
                 fill(options.top_p, jnp.float32), fill(options.min_p, jnp.float32),
             ),
-            policy=guard.policy(tau, options.pages, [max(n - 1, 1) for n in limits]),
+            policy=guard.policy(tau, float(options.pages), [max(n - 1, 1) for n in limits]),
             weights=self._head_weights(options)[0],
         )  # fmt: skip
 

@@ -107,7 +107,7 @@ def budget(text: str) -> float:
 
 def default_tiers(pages: float) -> tuple[float, ...]:
     """The tier after a first budget: two and a half times as much, or none where that is every page."""
-    more = math.ceil(2.5 * pages) if pages >= 1 else 2.5 * pages
+    more = float(math.ceil(2.5 * pages)) if pages >= 1 else 2.5 * pages
     return () if pages < 1 <= more else (more,)
 
 

@@ -38,7 +38,7 @@ class Result:
     model: str
     seed: int
     options: Options
-    pages: dict[str, float]
+    pages: dict[str, int | float]
     bytes: dict[str, int]
     timing: Timing
     attempts: tuple[Attempt, ...] = dataclasses.field(repr=False, default=())
@@ -83,7 +83,7 @@ def _attempt_json(attempt: Attempt) -> dict[str, Any]:
     return finite | bounds | {"verdict": attempt.verdict.name}
 
 
-def page_counts(attempts: Sequence[Attempt]) -> dict[str, float]:
+def page_counts(attempts: Sequence[Attempt]) -> dict[str, int | float]:
     """Pages over all layers and KV heads.
 
     `total`: what dense attention would have read for the steps that stand. `selected_fraction`: mean share of the
@@ -115,5 +115,5 @@ def byte_counts(attempts: Sequence[Attempt], config: ModelConfig, options: Optio
     }
 
 
-def _ratio(a: float, b: float) -> float:
+def _ratio(a: int, b: int) -> float:
     return a / b if b else 0.0

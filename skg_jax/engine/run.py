@@ -107,9 +107,9 @@ class Run:
 
     def _absorb(self, log: StepInfo) -> Iterator[Piece]:
         for line in range(log.active.shape[0]):
-            for row in np.flatnonzero(log.active[line]):
+            for row in np.flatnonzero(log.active[line]).tolist():
                 if self._finish[row] is None:
-                    yield from self._one(int(row), attempt_of(log, line, row))
+                    yield from self._one(row, attempt_of(log, line, row))
 
     def _one(self, row: int, attempt: Attempt) -> Iterator[Piece]:
         self._attempts[row].append(attempt)

@@ -83,7 +83,7 @@ def footer(result: Result) -> list[str]:
     return [f"{name + ':':<13}{value}" for name, value in rows.items()]
 
 
-def _pages(pages: dict[str, float]) -> str:
+def _pages(pages: dict[str, int | float]) -> str:
     read = f"{pages['read_fraction']:.1%} of what dense attention reads"
     if not pages["selected_fraction"]:
         return read
