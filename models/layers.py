@@ -40,7 +40,7 @@ def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> 
 
 
 class Linear(nnx.Module):
-    """Maps the axes `inputs` to the axes `outputs`: a kernel `[*inputs, *outputs]` and an optional bias `[*outputs]`."""
+    """From axes `inputs` to axes `outputs`: a kernel `[*inputs, *outputs]` and an optional bias `[*outputs]`."""
 
     def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool = False):
         self.outputs = outputs
