@@ -28,17 +28,18 @@ def greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
 def sample(key: Key[Array, " B"], logits: Float[Array, "B V"], params: SamplingParams) -> Int[Array, " B"]:
     """One token per row. A row depends on its own key and logits alone, wherever it stands in the batch.
 
-    Filters apply in the usual order: temperature, top-k, top-p, min-p; the most likely token always stays.
+    Filters apply in the usual order: temperature, top-k, top-p, min-p, each to what the one before left over; the most
+    likely token always stays.
     """
     hot = params.temperature >= GREEDY_BELOW
     scaled = (logits - logits.max(-1, keepdims=True)) / jnp.where(hot, params.temperature, 1.0)[:, None]
     order = jnp.argsort(-logits, axis=-1, stable=True)  # not of `scaled`: division may make equals of unequals
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    prob = jax.nn.softmax(ranked, axis=-1)
     rank = jnp.arange(logits.shape[-1])
-    top_k = jnp.where(params.top_k > 0, params.top_k, rank.size)[:, None]
+    kept = rank < jnp.where(params.top_k > 0, params.top_k, rank.size)[:, None]
+    prob = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
     top_p = jnp.where(params.top_p < 1, params.top_p, jnp.inf)[:, None]  # off: rounded sums of the tail may pass 1
-    kept = (rank < top_k) & (jnp.cumsum(prob, -1) - prob < top_p)
+    kept &= jnp.cumsum(prob, -1) - prob < top_p
     kept &= prob >= params.min_p[:, None] * prob[:, :1]
     kept = (kept | (rank == 0)) & (hot[:, None] | (rank == 0))
     noise = jax.vmap(lambda k: jax.random.gumbel(k, ranked.shape[1:]))(key)
