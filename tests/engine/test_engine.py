@@ -43,7 +43,7 @@ def _ids(engine: Engine, count: int) -> list[int]:
     return np.random.default_rng(count).integers(2, 320, count).tolist()
 
 
-# -- what ends a request ---------------------------------------------------------------------------------------------
+# -- what ends a request ----------------------------------------------------------------------------------------------
 
 
 def test_max_tokens_ends_it(full, engine):
@@ -113,7 +113,7 @@ def test_system_message_and_template_and_raw(engine):
     assert encode(raw=True, system="be brief") == "hello"
 
 
-# -- shapes and programs ---------------------------------------------------------------------------------------------
+# -- shapes and programs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

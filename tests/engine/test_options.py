@@ -70,3 +70,8 @@ def test_what_is_no_number_is_no_budget(text):
 def test_the_default_tier_fits_every_first_budget(pages, tiers):
     assert default_tiers(pages) == tiers
     GuardConfig(tiers=tiers).policy(0.2, pages, [7])  # raises where it does not fit
+
+
+@pytest.mark.parametrize("pages", [0.0, -0.5, INF, NAN])
+def test_what_is_no_budget_has_no_tier(pages):
+    assert default_tiers(pages) == ()
