@@ -141,6 +141,7 @@ def _unpack(codes: UInt8[Array, "... half"]) -> Float[Array, "... H"]:
 
 def _round16(x: Float[Array, "..."], towards: float) -> Float[Array, "..."]:
     """float16 neighbour of x in the given direction (never nearer to the other side)."""
-    near = x.astype(jnp.float16)
+    # the barrier keeps a compiler from cancelling the two conversions, which would undo the rounding
+    near = jax.lax.optimization_barrier(x.astype(jnp.float16))
     wrong = near.astype(jnp.float32) < x if towards > 0 else near.astype(jnp.float32) > x
     return jnp.where(wrong, jnp.nextafter(near, jnp.float16(towards)), near)
