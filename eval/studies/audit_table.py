@@ -40,7 +40,9 @@ def main() -> None:
     engine = skg_jax.load(args.model)
     cells = [("sketch", d, r, p) for d in args.designs for r in args.rates for p in args.page_sizes]
     cells += [("box", "pps", args.rates[-1], args.page_sizes[0])]
-    print("| length | page | bounds | draws | read | steps | delta | R | bound alone | audited bound | bound/R | worst head | violations |")
+    print(
+        "| length | page | bounds | draws | read | steps | delta | R | bound alone | audited bound | bound/R | worst head | violations |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     table = []
     for length in args.lengths:
@@ -50,7 +52,9 @@ def main() -> None:
             begun.append((prompt, prefill_prompt(engine, prompt, _options(args, *cells[0]))))
         table += [_cell(args, engine, length, begun, *cell) for cell in cells]
     if args.json:
-        args.json.write_text(json.dumps({"alpha_per_step": ALPHA_PER_STEP, "model": args.model, "rows": table}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"alpha_per_step": ALPHA_PER_STEP, "model": args.model, "rows": table}, indent=1) + "\n"
+        )
 
 
 def _options(args, bounds: str, design: str, rate: float, page: int) -> Options:

@@ -34,7 +34,9 @@ def prefill_prompt(engine: Engine, prompt: list[int], options: Options) -> Prefi
     return Prefilled(cache, rows)
 
 
-def continue_with(engine: Engine, begun: Prefilled, prompt: list[int], options: Options, attempts: int) -> Iterator[Attempt]:
+def continue_with(
+    engine: Engine, begun: Prefilled, prompt: list[int], options: Options, attempts: int
+) -> Iterator[Attempt]:
     """Decode from a copy of the cache; the original stays as it is."""
     job = engine._job([prompt], options)
     cache, rows = jax.tree.map(jnp.copy, begun)

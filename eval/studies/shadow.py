@@ -41,7 +41,9 @@ def shadow_run(
     job = engine._job([prompt], options)
     cache, rows = jax.tree.map(jnp.copy, begun)
     for _ in range(steps):
-        cache, rows, info, evidence = shadow_attempt(engine.model.params, cache, job.requests, rows, program=job.program)
+        cache, rows, info, evidence = shadow_attempt(
+            engine.model.params, cache, job.requests, rows, program=job.program
+        )
         log = jax.tree.map(lambda x: np.asarray(x)[None], info)
         yield compare(attempt_of(log, 0, 0), evidence, cache, job, int(info.position[0]) + 1)
         cache = _seal(cache, rows)

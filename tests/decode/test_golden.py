@@ -60,7 +60,9 @@ def test_falling_back_at_every_step(fast):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [Options(attention="dense", max_tokens=32), Options(max_tokens=32, guard=NEVER, seed=0)])
+@pytest.mark.parametrize(
+    "options", [Options(attention="dense", max_tokens=32), Options(max_tokens=32, guard=NEVER, seed=0)]
+)
 def test_every_prompt(options):
     cases = golden.continuations(registry.DEFAULT)
     assert len(cases) >= 20

@@ -39,7 +39,9 @@ def mixed():
 def _between_tiers(prompts) -> list[float]:
     """A tau that the first tier mostly misses and the second mostly meets."""
     _, _, log = _run([*prompts] * 3, 1e-9)
-    first, second = (log.bound[(log.verdict == v) & (log.drawn > 0) & ~log.exact] for v in (Verdict.EXPAND, Verdict.FALLBACK))
+    first, second = (
+        log.bound[(log.verdict == v) & (log.drawn > 0) & ~log.exact] for v in (Verdict.EXPAND, Verdict.FALLBACK)
+    )
     return [float((np.median(first) + np.median(second)) / 2)]
 
 
@@ -121,7 +123,9 @@ def test_a_second_request_of_the_same_shape_compiles_nothing(mixed, caplog):
     del mixed  # compiled the programs
     with jax.log_compiles():
         _run(PROMPTS, [0.3, 1e-9, 0.01], alpha=0.2, spares=3, tiers=(0.2, 0.3), seed=9)
-    assert not [r for r in caplog.records if "Finished XLA compilation" in r.getMessage() and "decode_loop" in r.getMessage()]
+    assert not [
+        r for r in caplog.records if "Finished XLA compilation" in r.getMessage() and "decode_loop" in r.getMessage()
+    ]
     assert decode_loop._cache_size() <= 2  # guarded and dense
 
 

@@ -90,7 +90,12 @@ def test_dense_attention_needs_no_audit():
 
 @pytest.mark.parametrize(
     ("spending", "tau", "scope"),
-    [("uniform", 0.17, "request"), ("uniform", 0.1, "none"), ("ledger", 0.17, "per_decision"), ("ledger", 0.2, "request")],
+    [
+        ("uniform", 0.17, "request"),
+        ("uniform", 0.1, "none"),
+        ("ledger", 0.17, "per_decision"),
+        ("ledger", 0.2, "request"),
+    ],
 )
 def test_tau_chosen_after_looking(spending, tau, scope):
     got = _claim(STEP, terms=TERMS._replace(spending=spending)).quote(tau)

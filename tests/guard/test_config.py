@@ -48,7 +48,9 @@ def test_head_weights_sum_to_one(tmp_path):
     params = decoder.init(CONFIG, jax.random.key(1))
     for name in ("uniform", "gain"):
         weights, missing = head_weights(GuardConfig(weights=name), params)
-        assert float(weights.omega.sum()) == pytest.approx(1, abs=1e-5) and missing == () and float(weights.uncovered) == 0
+        assert (
+            float(weights.omega.sum()) == pytest.approx(1, abs=1e-5) and missing == () and float(weights.uncovered) == 0
+        )
     kernel = np.asarray(params["layers"]["attn"]["o"]["kernel"], np.float64)
     norms = np.linalg.norm(kernel, ord=2, axis=(2, 3))
     np.testing.assert_allclose(weights.omega, norms / norms.sum(), rtol=1e-4)

@@ -16,7 +16,11 @@ from skg_jax.stats import spending
 def _policy(spares=2, to_exact=True, attempts=10, plan=spending.uniform):
     schedule = jax.tree.map(lambda x: x[None], spending.schedule(plan(0.01, attempts)))
     return guard.Policy(
-        jnp.full(1, 0.2), jnp.array([[0.1, 0.25, jnp.inf]]), jnp.full(1, spares, jnp.int32), jnp.full(1, to_exact), schedule
+        jnp.full(1, 0.2),
+        jnp.array([[0.1, 0.25, jnp.inf]]),
+        jnp.full(1, spares, jnp.int32),
+        jnp.full(1, to_exact),
+        schedule,
     )
 
 
@@ -111,6 +115,10 @@ def test_ledger_counts_rejected_audits():
     before = float(guard.budget(policy, guard.init(1)).log_inv_alpha[0])
     state = guard.init(1)
     for attempt in range(4):
-        _, state = guard.decide(policy, state, _report(), jnp.zeros(1, jnp.int32), jnp.full(1, attempt), jnp.ones(1, bool))
+        _, state = guard.decide(
+            policy, state, _report(), jnp.zeros(1, jnp.int32), jnp.full(1, attempt), jnp.ones(1, bool)
+        )
     assert int(state.spending.failures[0]) == 4
-    assert float(guard.budget(policy, state).log_inv_alpha[0]) > before  # the funded epochs are over: only the floor is left
+    assert (
+        float(guard.budget(policy, state).log_inv_alpha[0]) > before
+    )  # the funded epochs are over: only the floor is left
