@@ -148,9 +148,10 @@ def options(args: Arguments) -> Options:
 
     pages, tiers = budget(args.pages), args.guard.tiers
     chosen = default_tiers(pages) if tiers == ("auto",) else tuple(map(budget, tiers))
+    guard: dict[str, Any] = vars(args.guard) | {"tiers": chosen}
     same = {f.name: getattr(args, f.name) for f in dataclasses.fields(Options) if hasattr(args, f.name)}
-    guard = GuardConfig(**(vars(args.guard) | {"tiers": chosen}))
-    return Options(**(same | {"pages": pages, "guard": guard}))
+    changed: dict[str, Any] = {"pages": pages, "guard": GuardConfig(**guard)}
+    return Options(**(same | changed))
 
 
 def prompt(args: Arguments) -> str:

@@ -1,0 +1,1 @@
+"""`python -m skg_jax.bench COMMAND`: measurements, with dense always beside. A command is a module with a `main`."""
