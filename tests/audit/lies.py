@@ -1,0 +1,44 @@
+"""Ways in which an audit could be misled, as data: the honest and the misled program are one compiled program."""
+
+import contextlib
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skg_jax.kv import sketch
+from skg_jax.stats import sampling
+
+
+class Lies(NamedTuple):
+    """`narrow`: nats taken off every upper bound. `flat`: 1 claims that draws were uniform over units with a gap."""
+
+    narrow: np.ndarray | jax.Array
+    flat: np.ndarray | jax.Array
+
+
+def lies(narrow: float = 0.0, flat: float = 0.0) -> Lies:
+    return Lies(np.asarray(narrow, np.float32), np.asarray(flat, np.float32))  # one dtype: one compilation
+
+
+HONEST = lies()
+
+
+@contextlib.contextmanager
+def told(told: Lies):
+    """While tracing inside: bounds and laws are those of the lies."""
+    scores_of, law_of = sketch.page_scores, sampling.integer_law
+
+    def page_scores(*args, **kwargs):
+        scores = scores_of(*args, **kwargs)
+        return scores._replace(upper=scores.upper - told.narrow)
+
+    def integer_law(p):
+        cum, law = law_of(p)
+        flat = (law > 0) / jnp.maximum((law > 0).sum(), 1)
+        return cum, jnp.where(told.flat > 0, flat.astype(law.dtype), law)
+
+    with mock.patch.object(sketch, "page_scores", page_scores), mock.patch.object(sampling, "integer_law", integer_law):
+        yield
