@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from skg_jax.decode.loop import attempt, decode_loop, prefill, seal_full, sparse_step
+from skg_jax.decode.loop import decode_loop, prefill, seal_full
 from skg_jax.decode.shadow import shadow_attempt
 from skg_jax.decode.state import Mode, Program, Requests, Rows, StepInfo
 
 __all__ = [
-    "Mode", "Program", "Requests", "Rows", "StepInfo", "attempt", "decode_loop", "prefill", "seal_full", "shadow_attempt",
-    "sparse_step",
-]  # fmt: skip
+    "Mode",
+    "Program",
+    "Requests",
+    "Rows",
+    "StepInfo",
+    "decode_loop",
+    "prefill",
+    "seal_full",
+    "shadow_attempt",
+]

@@ -1,4 +1,7 @@
-"""Shadow execution: a sparse attempt that also returns the evidence its audit saw, for tests and studies. Not a serving path."""
+"""Shadow execution: a sparse attempt that also returns the evidence its audit saw.
+
+For tests and studies; not a serving path.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import functools
 
 import jax
 
-from models import decoder
 from skg_jax.audit import StepEvidence
-from skg_jax.decode.loop import next_token, settle, sparse_step
+from skg_jax.decode.attempt import settle, sparse_step
 from skg_jax.decode.state import Program, Requests, Rows, StepInfo
 from skg_jax.kv import cache as kv
 from skg_jax.kv.cache import PagedKVCache
@@ -26,7 +28,4 @@ def shadow_attempt(
     cache = kv.touch(cache, rows.position)
     got, evidence = sparse_step(params, cache, requests, rows, program)
     assert evidence is not None, "shadow execution needs a guarded program"
-    logits = decoder.unembed(params, program.model, got.hidden)
-    token = next_token(program, requests, logits, rows.position + 1)
-    cache, rows, info = settle(requests, rows, program, got, token)
-    return cache, rows, info, evidence
+    return *settle(params, requests, rows, program, got), evidence

@@ -54,8 +54,8 @@ class Rows(NamedTuple):
 
     token: Int[Array, " B"]
     position: Int[Array, " B"]
-    tier: Int[Array, " B"]
-    attempt: Int[Array, " B"]
+    tier: Int[Array, " B"]  # index of the page budget of the next attempt
+    attempt: Int[Array, " B"]  # number of the next attempt, which its audit key is folded from
     done: Bool[Array, " B"]
     guard: GuardState
 
@@ -70,8 +70,8 @@ class StepInfo(NamedTuple):
     exact: Bool[Array, "*n B"]  # all pages were read
     bound: Float[Array, "*n B"]
     cap: Float[Array, "*n B"]  # bound without the audit
-    units: Int[Array, "*n B"]
-    drawn: Int[Array, "*n B"]
+    units: Int[Array, "*n B"]  # unread units of the step
+    drawn: Int[Array, "*n B"]  # draws of the audit, repetitions included
     audited: Int[Array, "*n B"]  # distinct units read
     selected: Int[Array, "*n B"]  # pages read by attention, over layers and KV heads
     total: Int[Array, "*n B"]  # pages in use, over layers and KV heads
@@ -92,7 +92,7 @@ def empty_log(attempts: int, batch: int) -> StepInfo:
     flag, number = jnp.zeros((attempts, batch), bool), jnp.zeros((attempts, batch), jnp.int32)
     real = jnp.zeros((attempts, batch))
     return StepInfo(
-        active=flag, token=number, position=number, verdict=number, exact=flag, bound=real, cap=real, units=number,
-        drawn=number, audited=number, selected=number, total=number, violated=flag, unbounded=number, key_reused=flag,
-        uncovered=flag, corrupt=jnp.zeros((attempts, batch, 2), jnp.int32),
+        active=flag, token=jnp.full_like(number, NO_TOKEN), position=number, verdict=number, exact=flag, bound=real,
+        cap=real, units=number, drawn=number, audited=number, selected=number, total=number, violated=flag,
+        unbounded=number, key_reused=flag, uncovered=flag, corrupt=jnp.zeros((attempts, batch, 2), jnp.int32),
     )  # fmt: skip
