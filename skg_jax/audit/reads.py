@@ -9,12 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from skg_jax.audit.config import AuditConfig
-from skg_jax.audit.units import StepEvidence, log_denominator, output_factor
+from skg_jax.audit.units import UP, StepEvidence, log_denominator, output_factor
 from skg_jax.kv import integrity, sketch
 from skg_jax.kv.cache import PagedKVCache, sealed
 from skg_jax.kv.sketch import Sketch
-
-_UP = 1.0 + 1e-6
 
 
 class UnitReads(NamedTuple):
@@ -36,8 +34,7 @@ def read_units(
 ) -> UnitReads:
     """Read units by their index in the flattened [L, K, M] population of each row."""
     layers, batch, kv_heads, pages = evidence.upper.shape
-    at = jnp.unravel_index(index, (layers, kv_heads, pages))
-    layer, head, page = at
+    layer, head, page = jnp.unravel_index(index, (layers, kv_heads, pages))
     row = jnp.arange(batch)[:, None]
     block = cache.page_table[row, page // config.parts]
     by_group = lambda x: x.reshape(layers, batch, kv_heads, -1, *x.shape[3:])[layer, row, head]
@@ -56,7 +53,7 @@ def read_units(
     if config.residual == "output":
         value_norm = cache.value_norm[layer, block, head][..., None]
         weight = weight * output_factor(value_norm, by_group(evidence.out_norm), config)
-    x = (weight * jax.nn.sigmoid(log_mass + slack - base - rest)).sum(-1) * _UP
+    x = (weight * jax.nn.sigmoid(log_mass + slack - base - rest)).sum(-1) * UP
     own = (layer, row, head, page)
     corrupt = known & jnp.any(integrity.checksum(keys) != sums, axis=-1)
     return UnitReads(jnp.clip(x, evidence.lower[own], evidence.upper[own]), violated, corrupt, layer, block)

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from skg_jax.audit.config import AuditConfig
+from skg_jax.audit.draws import Population, draw, order_of, population
 from skg_jax.audit.reads import UnitReads, read_units
 from skg_jax.audit.units import StepEvidence
 from skg_jax.kv.cache import PagedKVCache
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats import sampling
 from skg_jax.stats.sums import tree_sum
-
-_UP = 1.0 + 1e-6
 
 
 class AuditReport(NamedTuple):
@@ -34,7 +33,7 @@ class AuditReport(NamedTuple):
     violated: Bool[Array, " B"]  # a unit lay outside its bounds
     corrupt: Int[Array, "B 2"]  # (layer, pool block) whose keys failed their checksum, or -1
     units: Int[Array, " B"]  # unread units of the step
-    drawn: Int[Array, " B"]
+    drawn: Int[Array, " B"]  # draws, repetitions included
     pages_read: Int[Array, " B"]  # distinct units read
 
 
@@ -52,24 +51,15 @@ class HeadWeights(NamedTuple):
     uncovered: Float[Array, ""]  # weight of heads outside the audit: counted as lost entirely
 
 
-class _Population(NamedTuple):
-    lower: Float[Array, "B U"]
-    upper: Float[Array, "B U"]
-    law: Float[Array, "B U"]
-    cum: Array
-    count: Int[Array, " B"]
-    cap: Float[Array, " B"]
-    floor: Float[Array, " B"]
-    eta: Float[Array, " B"]
-
-
 class _Run(NamedTuple):
+    """An audit under way; n is the most draws that it can make."""
+
     process: kw.KWState
-    index: Int[Array, "B n"]
-    slack: Float[Array, "B n"]
-    valid: Bool[Array, "B n"]
-    parts: Int[Array, ""]
-    offset: Int[Array, " B"]
+    index: Int[Array, "B n"]  # units drawn so far
+    slack: Float[Array, "B n"]  # upper bound minus value of each
+    valid: Bool[Array, "B n"]  # slots in use
+    parts: Int[Array, ""]  # parts read so far
+    offset: Int[Array, " B"]  # draws made so far
     log_wealth: Float[Array, " B"]  # against "residual >= tau"
     done: Bool[Array, " B"]
     violated: Bool[Array, " B"]
@@ -92,18 +82,16 @@ def run(
 
     Returns: the report. A row with nothing unread is accepted with bound `uncovered`.
     """
-    pop = _population(evidence, config)
+    pop = population(evidence, config)
     limit = budget._replace(tau=budget.tau - weights.uncovered)
     size = math.ceil(config.rate * pop.law.shape[1])
     kw_config = kw.KWConfig(capacity=size * sum(config.rounds))
-    order = None
-    if config.design == "wor":
-        order = jax.vmap(lambda k, p: sampling.draw_wor(k, p, min(kw_config.capacity, p.shape[0])))(key, pop.law)
+    order = order_of(key, pop, kw_config.capacity) if config.design == "wor" else None
     ends = jnp.cumsum(jnp.asarray(config.rounds))
 
     def part(state):
         """As many draws as the first round has; later rounds are several of these."""
-        drawn = _draw(key, order, pop, state, size)
+        drawn = draw(key, pop, order, state.parts, state.offset, size)
         slots = jnp.arange(size) < jnp.ceil(config.rate * pop.count)[:, None]
         reads = read_units(drawn, evidence, cache, weights.omega, config)
         state = _absorb(state, pop, drawn, slots & ~state.done[:, None], reads, config)
@@ -116,23 +104,7 @@ def run(
     return _report(state, pop, limit, weights, evidence, kw_config)
 
 
-def _population(evidence: StepEvidence, config: AuditConfig) -> _Population:
-    flat = lambda x: jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
-    lower, upper = flat(evidence.lower), flat(evidence.upper)
-    gap = upper - lower
-    valid = ~(upper <= 0)  # a NaN is a unit of unknown size, not one that is absent
-    if config.design == "boundary":
-        law = jax.vmap(sampling.boundary_probs)(gap, lower + upper, valid)
-    else:
-        law = jax.vmap(lambda g, v: sampling.pps_probs(g, v, config.uniform_share))(gap, valid)
-    cum, exact = jax.vmap(sampling.integer_law)(law)
-    cap, floor = tree_sum(upper) * _UP, tree_sum(lower) / _UP
-    eta = jax.vmap(kw.rounding_guard)(cap, floor)
-    law = law if config.design == "wor" else exact
-    return _Population(lower, upper, law, cum, valid.sum(-1, dtype=jnp.int32), cap, floor, eta)
-
-
-def _start(pop: _Population, config: kw.KWConfig) -> _Run:
+def _start(pop: Population, config: kw.KWConfig) -> _Run:
     batch = pop.cap.shape[0]
     blank = lambda dtype: jnp.zeros((batch, config.capacity), dtype)
     process = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), kw.init(config))
@@ -150,16 +122,8 @@ def _start(pop: _Population, config: kw.KWConfig) -> _Run:
     )
 
 
-def _draw(key, order, pop: _Population, state: _Run, size: int) -> Int[Array, "B n"]:
-    if order is None:
-        fresh = lambda k, c: sampling.draw_iid(jax.random.fold_in(k, state.parts), c, size)
-        return jax.vmap(fresh)(key, pop.cum)
-    at = jnp.minimum(state.offset[:, None] + jnp.arange(size), order.shape[1] - 1)
-    return jnp.take_along_axis(order, at, axis=1)
-
-
-def _absorb(state: _Run, pop: _Population, drawn, valid, reads: UnitReads, config: AuditConfig) -> _Run:
-    """Continue every row's process with the units of one round."""
+def _absorb(state: _Run, pop: Population, drawn, valid, reads: UnitReads, config: AuditConfig) -> _Run:
+    """Continue every row's process with the units of one part."""
     take = lambda x: jnp.take_along_axis(x, drawn, axis=1)
     slack, law = take(pop.upper) - reads.x, take(pop.law)
     valid = valid & (law > 0)
@@ -173,10 +137,6 @@ def _absorb(state: _Run, pop: _Population, drawn, valid, reads: UnitReads, confi
         seen_now = jax.vmap(kw.observe_wor)(slack, law, valid, left, removed)
     else:
         seen_now = jax.vmap(lambda s, p, v, k: kw.observe_iid(s, p, v, 0.0, k))(slack, law, valid, known)
-    bad = reads.corrupt & valid
-    first = jnp.argmax(bad, axis=1)[:, None]
-    place = jnp.stack([jnp.take_along_axis(x, first, axis=1)[:, 0] for x in (reads.layer, reads.block)], axis=1)
-    fresh = bad.any(1, keepdims=True) & (state.corrupt[:, :1] < 0)
     return state._replace(
         process=jax.vmap(kw.update_batch)(state.process, *seen_now),
         index=index,
@@ -185,18 +145,26 @@ def _absorb(state: _Run, pop: _Population, drawn, valid, reads: UnitReads, confi
         parts=state.parts + 1,
         offset=state.offset + valid.sum(1, dtype=jnp.int32),
         violated=state.violated | (reads.violated & valid).any(1),
-        corrupt=jnp.where(fresh, place.astype(jnp.int32), state.corrupt),
+        corrupt=jnp.where(state.corrupt < 0, _first_corrupt(reads, valid), state.corrupt),
     )
 
 
-def _judge(state: _Run, pop: _Population, limit: Budget, at_end, config: kw.KWConfig) -> _Run:
+def _first_corrupt(reads: UnitReads, valid: Bool[Array, "B n"]) -> Int[Array, "B 2"]:
+    """(layer, pool block) of the first unit read whose keys failed their checksum, or -1."""
+    bad = reads.corrupt & valid
+    first = jnp.argmax(bad, axis=1)[:, None]
+    place = jnp.concatenate([jnp.take_along_axis(x, first, axis=1) for x in (reads.layer, reads.block)], axis=1)
+    return jnp.where(bad.any(1, keepdims=True), place, -1).astype(jnp.int32)
+
+
+def _judge(state: _Run, pop: Population, limit: Budget, at_end, config: kw.KWConfig) -> _Run:
     """Update the wealth, and at the end of a round stop the rows that it certifies."""
     wealth = jax.vmap(lambda *a: kw.log_wealth(*a, config=config))(state.process, pop.cap, limit.tau, pop.eta)
     certified = jax.vmap(kw.certified)(state.process, pop.cap, limit.tau, limit.log_inv_alpha, pop.eta, wealth)
     return state._replace(log_wealth=wealth, done=state.done | (certified & at_end))
 
 
-def _report(state: _Run, pop: _Population, limit: Budget, weights: HeadWeights, evidence, config) -> AuditReport:
+def _report(state: _Run, pop: Population, limit: Budget, weights: HeadWeights, evidence, config) -> AuditReport:
     bound = jax.vmap(lambda *a: kw.upper(*a, config=config))(
         state.process, pop.cap, pop.floor, limit.log_inv_alpha, pop.eta
     )

@@ -24,7 +24,7 @@ from skg_jax.kv.sketch import PageScores
 from skg_jax.selectors.base import Selection, mask_of
 from skg_jax.types import BLOCK
 
-_UP = 1.0 + 1e-6
+UP = 1.0 + 1e-6  # outward rounding of float32 sums and products
 _CANCEL = 1e-6  # of the total, lost when one lower bound is subtracted from it
 
 
@@ -72,14 +72,14 @@ def layer_evidence(
     flat = lambda x: x.reshape(batch, -1)
     known = jnp.repeat(current(cache), BLOCK // config.page_size, axis=1)
     return StepEvidence(
-        q.astype(jnp.float32),
-        flat(log_selected),
-        flat(total),
-        flat(out_norm),
-        unit(lower) / _UP,
-        unit(upper) * _UP,
-        read,
-        (unread[:, :, 0] & ~known[:, None]).sum((1, 2), dtype=jnp.int32),
+        q=q.astype(jnp.float32),
+        log_selected=flat(log_selected),
+        total=flat(total),
+        out_norm=flat(out_norm),
+        lower=unit(lower) / UP,
+        upper=unit(upper) * UP,
+        read=read,
+        unbounded=(unread[:, :, 0] & ~known[:, None]).sum((1, 2), dtype=jnp.int32),
     )
 
 
@@ -90,7 +90,7 @@ def log_denominator(lower: Float[Array, "..."], total: Float[Array, "..."]) -> F
 
 def _mass(log_mass: Float[Array, "..."]) -> Float[Array, "..."]:
     """exp, rounded down and kept finite: only ever used as a lower bound."""
-    return jnp.exp(jnp.minimum(log_mass, 60.0)) / _UP
+    return jnp.exp(jnp.minimum(log_mass, 60.0)) / UP
 
 
 def _stretch(
@@ -104,7 +104,7 @@ def _stretch(
 
 def output_factor(value_norm: Array, out_norm: Array, config: AuditConfig) -> Array:
     """nu of one unit and head; the output's norm is floored by a constant declared beforehand."""
-    return (value_norm + out_norm) / jnp.maximum(out_norm, config.output_floor) * _UP
+    return (value_norm + out_norm) / jnp.maximum(out_norm, config.output_floor) * UP
 
 
 def _lse_slack(q, cache: PagedKVCache, layer, length: Int[Array, " B"]) -> Float[Array, "B N"]:
