@@ -1,16 +1,20 @@
-"""What a request may claim at its end: how many steps were certified, at which level, and everything that weakens it."""
+"""What a request may claim at its end: the steps certified, at which level, and everything that weakens the claim."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from skg_jax.guard.policy import Verdict
 
 type Scope = Literal["request", "per_decision", "none"]
 
-_ORDER: tuple[Scope, ...] = ("request", "per_decision", "none")
+_ORDER: tuple[Scope, ...] = ("request", "per_decision", "none")  # from the strongest
+_WHAT = {
+    "mass": "the weighted mean of the attention mass dropped",
+    "output": "the bound on the weighted mean relative change of the attention output",
+}
 
 
 class Attempt(NamedTuple):
@@ -50,13 +54,17 @@ class Certificate:
     """Statement about one request. It concerns the attention residual and nothing else: no token, no task.
 
     Attributes:
-      scope: "request": one error probability alpha for all steps together; "per_decision": each certified step holds at its own
-        small error, no statement over the request; "none".
+      scope: "request": one error probability alpha for all steps together; "per_decision": each certified step holds
+        at its own small error, no statement over the request; "none".
       reason: why the scope is not "request", or what else must be known; empty if nothing.
       steps: decode steps that stand (the first token comes from the exact prefill and is not a step).
-      accepted: of these, sparse steps that the audit certified. expanded: attempts repeated with more pages. fallback: steps computed
-        exactly. uncertified: steps released without either.
-      worst_bound, mean_bound: of the residual over the steps that stand with a certificate, exact ones counting 0; None without any.
+      accepted: of these, sparse steps that the audit certified.
+      expanded: attempts repeated with more pages.
+      fallback: steps computed exactly.
+      uncertified: steps released without either.
+      worst_bound, mean_bound: of the residual over the steps that stand with a certificate, exact ones counting 0;
+        None without any.
+      terms: what was declared. bounds: of every certified step, in order; both for `quote`.
     """
 
     scope: Scope
@@ -81,52 +89,45 @@ class Certificate:
     @property
     def statement(self) -> str:
         """The claim in one sentence, no more than what holds."""
-        what = {
-            "mass": "the weighted mean of the attention mass dropped",
-            "output": "the bound on the weighted mean relative change of the attention output",
-        }[self.residual]
         if self.scope == "none":
             return "No guarantee is given for this request."
         if self.accepted == 0 and not self.uncertified:
             return f"All {self.steps} steps used exact attention."
-        limit = f"{what} is at most {self.tau:g} against dense attention on the same cache and queries"
+        limit = f"{_WHAT[self.residual]} is at most {self.tau:g} against dense attention on the same cache and queries"
         if self.scope == "request":
-            return f"With probability at least {1 - self.alpha:g} over the audit's draws, in every one of the {self.steps} steps {limit}."
-        return f"In each of the {self.accepted} certified steps taken alone, {limit}, except with that step's own error probability."
+            chance = f"With probability at least {1 - self.alpha:g} over the audit's draws"
+            return f"{chance}, in every one of the {self.steps} steps {limit}."
+        alone = f"In each of the {self.accepted} certified steps taken alone"
+        return f"{alone}, {limit}, except with that step's own error probability."
 
     def quote(self, tau: float | None = None, new_weights: bool = False) -> Certificate:
         """The same run read at another tau, chosen after looking.
 
-        Under even spending every step's bound holds at once, so a tau at or above all of them keeps its scope. Under the ledger only
-        the declared tau has a request-level proof. Head weights chosen after looking void everything.
+        Under even spending every step's bound holds at once, so a tau at or above all of them keeps its scope. Under
+        the ledger only the declared tau has a request-level proof. Head weights chosen after looking void everything.
         """
         if new_weights:
             return self._weaker("none", "the head weights were chosen after looking at the run")
         if tau is None or tau == self.tau:
             return self
-        if any(bound > tau for bound in self.bounds):
-            return dataclasses.replace(
-                self._weaker("none", f"{sum(b > tau for b in self.bounds)} certified steps have a bound above {tau:g}"),
-                tau=tau,
-            )
+        quoted = dataclasses.replace(self, tau=tau)
+        above = sum(bound > tau for bound in self.bounds)
+        if above:
+            return quoted._weaker("none", f"{above} certified steps have a bound above {tau:g}")
         if self.terms.spending == "ledger":
-            return dataclasses.replace(
-                self._weaker(
-                    "per_decision", "tau was chosen after looking, and the ledger proves only the declared one"
-                ),
-                tau=tau,
-            )
-        return dataclasses.replace(self, tau=tau)
+            reason = "tau was chosen after looking, and the ledger proves only the declared one"
+            return quoted._weaker("per_decision", reason)
+        return quoted
 
     def to_json(self) -> dict:
-        """Public fields."""
+        """The fields but for `terms` and `bounds`, and the statement."""
         hidden = ("terms", "bounds")
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in hidden}
         return fields | {"statement": self.statement}
 
     def _weaker(self, scope: Scope, reason: str) -> Certificate:
-        scope = max(self.scope, scope, key=_ORDER.index)
-        return dataclasses.replace(self, scope=scope, reason="; ".join(filter(None, (self.reason, reason))))
+        reasons = "; ".join(filter(None, (self.reason, reason)))
+        return dataclasses.replace(self, scope=_weakest((self.scope, scope)), reason=reasons)
 
 
 def certify(terms: Terms, attempts: Sequence[Attempt]) -> Certificate:
@@ -138,7 +139,7 @@ def certify(terms: Terms, attempts: Sequence[Attempt]) -> Certificate:
     findings = list(_findings(terms, attempts, released))
     bounds = tuple(0.0 if a.exact else a.bound for a in certified)
     return Certificate(
-        scope=max((scope for scope, _ in findings), key=_ORDER.index, default="request"),
+        scope=_weakest(scope for scope, _ in findings),
         reason="; ".join(reason for _, reason in findings),
         alpha=terms.alpha,
         tau=terms.tau,
@@ -155,7 +156,11 @@ def certify(terms: Terms, attempts: Sequence[Attempt]) -> Certificate:
     )
 
 
-def _findings(terms: Terms, attempts: Sequence[Attempt], released: Sequence[Attempt]):
+def _weakest(scopes: Iterable[Scope]) -> Scope:
+    return _ORDER[max(map(_ORDER.index, scopes), default=0)]
+
+
+def _findings(terms: Terms, attempts: Sequence[Attempt], released: Sequence[Attempt]) -> Iterator[tuple[Scope, str]]:
     """Everything that weakens the request's statement, with what remains (docs/guarantee.md, table of scopes)."""
     if terms.attention == "sparse" and released:
         yield "none", "attention was sparse without an audit"
@@ -166,10 +171,8 @@ def _findings(terms: Terms, attempts: Sequence[Attempt], released: Sequence[Atte
             yield "none", f"the keys of block {block} in layer {layer} do not match their checksum"
     broken = [a.position for a in attempts if a.violated]
     if broken:
-        yield (
-            "none",
-            f"a page's mass lay outside its bounds at position {broken[0]}, so earlier steps relied on bad metadata too",
-        )
+        where = f"a page's mass lay outside its bounds at position {broken[0]}"
+        yield "none", f"{where}, so earlier steps relied on bad metadata too"
     reused = [a.position for a in attempts if a.key_reused]
     if reused:
         yield "none", f"the audit key of position {reused[0]} had been used before"
@@ -179,10 +182,8 @@ def _findings(terms: Terms, attempts: Sequence[Attempt], released: Sequence[Atte
     if released:
         stale = sum(a.unbounded > 0 for a in released)
         extra = f", {stale} of them with unread pages that have no valid bounds" if stale else ""
-        yield (
-            "per_decision",
-            f"{len(released)} steps were released although not certified{extra}; the others keep their statement",
-        )
+        what = f"{len(released)} steps were released although not certified{extra}"
+        yield "per_decision", f"{what}; the others keep their statement"
     if terms.uncovered_heads:
         named = ", ".join(f"layer {layer} head {head}" for layer, head in terms.uncovered_heads[:4])
         more = "" if len(terms.uncovered_heads) <= 4 else f" and {len(terms.uncovered_heads) - 4} more"

@@ -36,8 +36,8 @@ class GuardConfig:
       tiers: page budgets tried after the first one, ascending; exact attention follows the last.
       on_reject: what follows the last tier: "exact" attention, or "release" of the step without a certificate.
       residual: "mass", attention mass dropped; "output", bound on the relative change of the attention output.
-      weights: of the heads in the residual: "uniform", "gain" (spectral norm of the head's output projection), or a JSON file
-        with a [layers][heads] table of nonnegative numbers, null for a head that is not covered.
+      weights: of the heads in the residual: "uniform", "gain" (spectral norm of the head's output projection), or a
+        JSON file with a [layers][heads] table of nonnegative numbers, null for a head that is not covered.
       audit_rate, rounds, design, bounds: see AuditConfig.
 
     Raises:
@@ -69,10 +69,10 @@ class GuardConfig:
             raise ValueError(f"spare_attempts must be at least 0, not {self.spare_attempts}.")
         if not all(_is_budget(t) for t in self.tiers) or list(self.tiers) != sorted(set(self.tiers)):
             raise ValueError(f"tiers must be positive, finite and strictly increasing, not {self.tiers}.")
-        self.audit(page_size=16)
+        self.audit(page_size=16)  # refuses what AuditConfig refuses; the page size comes with the request
 
     def audit(self, page_size: int) -> AuditConfig:
-        """The compiled part."""
+        """What is compiled in, with the page size of the request."""
         return AuditConfig(
             page_size=page_size, residual=self.residual, rate=self.audit_rate, rounds=self.rounds, design=self.design,
             bounds=self.bounds,
@@ -91,7 +91,7 @@ class GuardConfig:
         Raises:
           ValueError: if the tiers do not all exceed the first budget.
         """
-        if self.tiers and _share(self.tiers[0]) <= _share(pages):
+        if self.tiers and self.tiers[0] <= pages:  # shares, below 1, come before counts
             raise ValueError(f"every tier must exceed the first page budget {pages}, but the tiers are {self.tiers}.")
         plans = [self.plan(n) for n in steps]
         rows = len(steps)
@@ -107,14 +107,13 @@ class GuardConfig:
 
 
 def operating_point(model: str, config: GuardConfig, pages: float) -> float | None:
-    """Default tau: the level that accepted at least 95% of held-in steps with the default selector. Not a safety level."""
+    """Default tau: the level that accepted at least 95% of held-in steps with the default selector; None if unmeasured.
+
+    It is no safety level, and says nothing about the text.
+    """
     table = json.loads(resources.files("skg_jax.guard").joinpath("operating_points.json").read_text())
-    for row in table["points"]:
-        if (row["model"], row["residual"], row["weights"], row["pages"]) == (
-            model, config.residual, config.weights, pages,
-        ):  # fmt: skip
-            return row["tau"]
-    return None
+    wanted = {"model": model, "residual": config.residual, "weights": config.weights, "pages": pages}
+    return next((row["tau"] for row in table["points"] if wanted.items() <= row.items()), None)
 
 
 def head_weights(config: GuardConfig, params: Params) -> tuple[HeadWeights, tuple[tuple[int, int], ...]]:
@@ -148,20 +147,11 @@ def _weights_from(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.nd
     if table.shape != shape:
         raise ValueError(f"head weights: {path} has shape {table.shape}, but the model has {shape} (layers, heads).")
     covered = ~np.isnan(table)
-    if (
-        not covered.any()
-        or np.any(table[covered] < 0)
-        or not np.all(np.isfinite(table[covered]))
-        or not table[covered].sum()
-    ):
+    given = table[covered]
+    if not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
         raise ValueError(f"head weights: {path} must hold finite numbers >= 0, at least one of them positive.")
-    return np.where(covered, table, table[covered].mean()), covered
+    return np.where(covered, table, given.mean()), covered
 
 
 def _is_budget(value: float) -> bool:
     return value > 0 and math.isfinite(value)
-
-
-def _share(pages: float) -> tuple[bool, float]:
-    """Order of budgets: fractions come before page counts, which cannot be compared with them."""
-    return pages >= 1, pages

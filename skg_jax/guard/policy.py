@@ -65,6 +65,7 @@ class Decision(NamedTuple):
 
 
 def init(batch: int) -> GuardState:
+    """Before the first attempt of every row."""
     zero = jnp.zeros(batch, jnp.int32)
     start = jax.vmap(lambda _: spending.init())(zero)
     return GuardState(start, zero, zero - 1, jnp.zeros(batch, bool))
@@ -109,7 +110,8 @@ def decide(
     """
     last = policy.budgets.shape[1] - 1
     exact = tier >= last
-    reused = active & ~exact & (attempt <= state.last_key)
+    audited = active & ~exact
+    reused = audited & (attempt <= state.last_key)
     corrupt = (report.corrupt[:, 0] >= 0) & ~exact
     ok = exact | (report.accepted & ~reused)
     expand = (state.expanded < policy.spares) & (tier + 1 < last) & ~report.violated
@@ -119,7 +121,6 @@ def decide(
         [Verdict.STOP.value, Verdict.ACCEPT.value, Verdict.EXPAND.value, Verdict.FALLBACK.value],
         Verdict.RELEASE.value,
     )
-    audited = active & ~exact
     counted = audited & (report.units > 0)
     new = GuardState(
         jax.vmap(spending.update)(policy.schedule, state.spending, counted, ~ok),
