@@ -1,7 +1,7 @@
 """Paged attention in XLA: one query token against chosen pages, or prefill chunks against all before them.
 
-Every function returns its output with the log-sum-exp of the masses it read, so that partial results over disjoint
-pages merge exactly (`merge`). The loops have dynamic trip counts: what is not selected is not read, and a larger budget
+Decoding returns its output with the log-sum-exp of the logits it read, so that partial results over disjoint pages
+merge exactly (`merge`). The loops have dynamic trip counts: what is not selected is not read, and a larger budget
 compiles nothing.
 """
 
@@ -44,6 +44,7 @@ def sparse(
 
     Returns: output and log-sum-exp, float32. A row without pages gives zeros and a log-sum-exp below -1e29.
     """
+    grouped = _group(q, cache.k.shape[2])
     width = _CHUNK_TOKENS // page_size
     padded = jnp.pad(selection.page_ids, ((0, 0), (0, 0), (0, width)))
 
@@ -56,7 +57,6 @@ def sparse(
         flat = lambda x: x.reshape(*x.shape[:2], width * page_size, *x.shape[4:])
         return _absorb(part, grouped, flat(k), flat(v), flat(ok)[:, :, None])
 
-    grouped = _group(q, cache.k.shape[2])
     trips = -(-selection.num_pages.max() // width)
     return _finish(jax.lax.fori_loop(0, trips, body, _start(grouped)), q.shape)
 
@@ -66,7 +66,8 @@ def dense(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Attention of one token per sequence over everything in its cache; see `sparse`."""
     grouped = _group(q, cache.k.shape[2])
-    part = _over_blocks(grouped, cache, layer, length, lambda token: token < length[:, None])
+    visible = lambda token: (token < length[:, None])[:, None, None]
+    part = _over_blocks(grouped, cache, layer, length, visible)
     return _finish(part, q.shape)
 
 
@@ -105,17 +106,15 @@ def gather_pages(pool, cache: PagedKVCache, layer, page_ids: Int[Array, "B K n"]
 
 
 def _over_blocks(grouped, cache, layer, length, visible) -> Partial:
-    """Absorb the blocks of each row in order. `visible(token [B, t])` masks, broadcastable to [B, K, Q, t]."""
+    """Absorb the blocks of each row in order. `visible` turns positions [B, t] into a mask for [B, K, Q, t]."""
     width = _CHUNK_TOKENS // BLOCK
     table = jnp.pad(cache.page_table, ((0, 0), (0, width)))
 
     def body(i, part):
         ids = jax.lax.dynamic_slice_in_dim(table, i * width, width, axis=1)
         token = jnp.broadcast_to(i * _CHUNK_TOKENS + jnp.arange(_CHUNK_TOKENS), (ids.shape[0], _CHUNK_TOKENS))
-        ok = visible(token)
-        ok = ok if ok.ndim == 4 else ok[:, None, None]
         k, v = (_blocks_of(pool, layer, ids) for pool in (cache.k, cache.v))
-        return _absorb(part, grouped, k, v, ok)
+        return _absorb(part, grouped, k, v, visible(token))
 
     trips = jnp.minimum(-(-length.max() // _CHUNK_TOKENS), -(-cache.max_blocks // width))
     return jax.lax.fori_loop(0, trips, body, _start(grouped))

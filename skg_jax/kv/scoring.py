@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from skg_jax.kv import sketch
 from skg_jax.kv.cache import PagedKVCache, current
@@ -51,8 +51,8 @@ def score_pages(
 
 def forced_pages(
     cache: PagedKVCache, length: Int[Array, " B"], page_size: int, sink_pages: int, recent_pages: int
-) -> Array:
-    """Pages that attention must read whatever the selector says, [B, M] bool.
+) -> Bool[Array, "B M"]:
+    """Pages that attention must read whatever the selector says.
 
     The first pages (attention sinks), the recent window, and every page of a block without current metadata.
     """

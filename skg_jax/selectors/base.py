@@ -1,8 +1,7 @@
 """What a page selector is: two functions, and the list of pages that they produce.
 
-A selector never claims anything: the audit bounds what any of them drops. It may carry state from layer to layer and
-step to step. The budget is a traced number per sequence, so that a larger tier does not recompile; `inf` means every
-page.
+A selector never claims anything: the audit bounds what any of them drops. It may carry state from layer to layer of a
+step. The budget is a traced number per sequence, so that a larger tier does not recompile; `inf` means every page.
 """
 
 from __future__ import annotations
@@ -41,11 +40,15 @@ class Selector(NamedTuple):
 
 
 def valid_pages(ctx: SelectContext) -> Bool[Array, "B M"]:
+    """Pages in use."""
     return jnp.arange(ctx.must_read.shape[-1]) < ctx.total_pages[:, None]
 
 
 def estimated_share(ctx: SelectContext) -> Float[Array, "B K M"]:
-    """Estimated attention mass of each page, averaged over the query heads of the group; sums to one."""
+    """Estimated attention mass of each page, averaged over the query heads of the group.
+
+    Sums to one over the pages, or to less where a head has no page with an estimate.
+    """
     estimate = jnp.where(valid_pages(ctx)[:, None, None], ctx.scores.estimate, -jnp.inf)
     top = estimate.max(-1, keepdims=True)
     mass = jnp.exp(estimate - jnp.where(jnp.isfinite(top), top, 0.0))
