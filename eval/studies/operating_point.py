@@ -2,31 +2,41 @@
 
     python -m eval.studies.operating_point --model smollm2-135m-instruct
 
-For every held-in prompt the sparse run is audited in full (all rounds, no early stop, every step released) at error 1e-5 a step. A step
-is accepted at tau exactly when its bound is at or below tau, so tau is a quantile of the bounds: the 97.5% one, rounded up, which leaves room for
-the 95% to hold on other text. The result goes to skg_jax/guard/operating_points.json with its sample. It is an operating point. It says
-nothing about the quality of the text.
+For every held-in prompt the sparse run is audited in full (all rounds, no early stop, every step released) at error
+1e-5 a step. A step is accepted at tau exactly when its bound is at or below tau, so tau is a quantile of the bounds:
+the 97.5% one, rounded up, which leaves room for the 95% to hold on other text. The result goes to
+skg_jax/guard/operating_points.json with its sample. It is an operating point and says nothing about the quality of the
+text.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 import skg_jax
 from eval.studies.prefilled import continue_with, prefill_prompt
 from eval.studies.prompts import HELD_IN, prompt_ids
+from skg_jax.audit import Residual
 from skg_jax.engine import Options
 from skg_jax.guard import GuardConfig
 
 TARGET = Path(skg_jax.__file__).parent / "guard" / "operating_points.json"
 ALPHA_PER_STEP = 1e-5
 QUANTILE = 0.975
+
+
+class Variant(NamedTuple):
+    """Settings that have an operating point of their own."""
+
+    residual: Residual
+    weights: str
+    pages: float
 
 
 def main() -> None:
@@ -38,44 +48,45 @@ def main() -> None:
     parser.add_argument("--pages", type=float, nargs="+", default=[0.1])
     args = parser.parse_args()
     engine = skg_jax.load(args.model)
-    variants = list(itertools.product(("mass", "output"), ("uniform", "gain"), args.pages))
-    bounds: dict[tuple, list[float]] = {v: [] for v in variants}
+    residuals: tuple[Residual, ...] = ("mass", "output")
+    variants = [Variant(r, w, p) for r in residuals for w in ("uniform", "gain") for p in args.pages]
+    bounds: dict[Variant, list[float]] = {v: [] for v in variants}
     for i in range(args.prompts):
         length = args.lengths[i % len(args.lengths)]
         prompt = prompt_ids(engine.tokenizer, HELD_IN, i, length)
-        begun = prefill_prompt(engine, prompt, _options(*variants[0], args.steps))
+        begun = prefill_prompt(engine, prompt, _options(variants[0], args.steps))
         for variant in variants:
-            steps = continue_with(engine, begun, prompt, _options(*variant, args.steps), args.steps)
+            steps = continue_with(engine, begun, prompt, _options(variant, args.steps), args.steps)
             found = [a.bound for a in steps if not a.exact]
             bounds[variant] += found
-            print(f"prompt {i} ({length} tokens) {variant}: median bound {np.median(found):.3f}", flush=True)
+            print(f"prompt {i} ({length} tokens) {tuple(variant)}: median bound {np.median(found):.3f}", flush=True)
     _write(args, [_point(args, variant, np.array(found)) for variant, found in bounds.items()])
 
 
-def _options(residual, weights, pages: float, steps: int) -> Options:
+def _options(variant: Variant, steps: int) -> Options:
     guard = GuardConfig(
-        tau=1e-9, tiers=(), on_reject="release", residual=residual, weights=weights, spare_attempts=8,
+        tau=1e-9, tiers=(), on_reject="release", residual=variant.residual, weights=variant.weights, spare_attempts=8,
         alpha=ALPHA_PER_STEP * (steps + 8),
     )  # fmt: skip
-    return Options(max_tokens=steps + 1, pages=pages, guard=guard, seed=0)
+    return Options(max_tokens=steps + 1, pages=variant.pages, guard=guard, seed=0)
 
 
-def _point(args, variant: tuple, bounds: np.ndarray) -> dict:
-    residual, weights, pages = variant
+def _point(args, variant: Variant, bounds: np.ndarray) -> dict:
     tau = math.ceil(np.quantile(bounds, QUANTILE) * 100) / 100
     share = float((bounds <= tau).mean())
-    print(f"{variant}: tau {tau:.2f} accepts {share:.1%} of {bounds.size} steps; quantiles "
-          + " ".join(f"{q:g}:{np.quantile(bounds, q):.3f}" for q in (0.5, 0.9, 0.95, 0.99)))  # fmt: skip
-    return {
-        "model": args.model, "residual": residual, "weights": weights, "pages": pages, "tau": tau, "accepted": round(share, 4),
-        "steps": int(bounds.size), "prompts": args.prompts, "lengths": args.lengths,
+    quantiles = " ".join(f"{q:g}:{np.quantile(bounds, q):.3f}" for q in (0.5, 0.9, 0.95, 0.99))
+    print(f"{tuple(variant)}: tau {tau:.2f} accepts {share:.1%} of {bounds.size} steps; quantiles {quantiles}")
+    return {"model": args.model} | variant._asdict() | {
+        "tau": tau, "accepted": round(share, 4), "steps": int(bounds.size), "prompts": args.prompts,
+        "lengths": args.lengths,
     }  # fmt: skip
 
 
 def _write(args, points: list[dict]) -> None:
     table = json.loads(TARGET.read_text())
-    made = {(p["model"], p["residual"], p["weights"], p["pages"]) for p in points}
-    kept = [p for p in table["points"] if (p["model"], p["residual"], p["weights"], p["pages"]) not in made]
+    settings = lambda point: [point[name] for name in ("model", *Variant._fields)]
+    made = [settings(point) for point in points]
+    kept = [point for point in table["points"] if settings(point) not in made]
     table |= {"alpha_per_step": ALPHA_PER_STEP, "quantile": QUANTILE, "points": kept + points}
     TARGET.write_text(json.dumps(table, indent=1) + "\n")
 

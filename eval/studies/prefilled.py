@@ -1,4 +1,4 @@
-"""One prefill, many continuations: the cache of a prompt is copied, so that variants of the audit see the same prompt."""
+"""One prefill, many continuations: the cache is copied, so that variants of the audit see the same prompt."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-# Held-in modules set the operating points; held-out ones are for tests and tables and are never used to choose anything.
+# Held-in modules set the operating points; held-out ones are for tests and tables, and never choose anything.
 HELD_IN = (
     "argparse", "ast", "asyncio/base_events", "calendar", "collections/__init__", "configparser", "csv", "dataclasses",
     "datetime", "difflib", "doctest", "enum",

@@ -1,6 +1,7 @@
 """Step by step sparse decoding with exact residuals beside every bound: what the audit says against what is true.
 
-The residuals are recomputed here in float64 from the step's queries and the cache, by code that shares nothing with the audit.
+The residuals are recomputed here in float64 from the step's queries and the cache, by code that shares nothing with the
+audit.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class ShadowStep(NamedTuple):
     delta: float  # weighted mean dropped mass
     residual: float  # R, the additive surrogate that the audit bounds
     output: float  # weighted mean relative change of the attention output
-    violations: int  # pages whose exact mass lies outside its sketch bounds, over layers, query heads and unread pages
-    units: int  # (layer, query head, unread page) triples checked
+    violations: int  # (layer, query head, unread page) triples whose exact mass lies outside its bounds
+    units: int  # triples checked
     worst_head: float  # largest dropped mass of any head
 
 
@@ -69,7 +70,8 @@ def compare(attempt: Attempt, evidence, cache, job, length: int) -> ShadowStep:
             totals += omega[layer, head] * np.array(lost[:3])
             worst = max(worst, lost[0])
             violations, units = violations + lost[3], units + lost[4]
-    return ShadowStep(attempt, *totals, violations, units, worst)
+    delta, residual, output = totals.tolist()
+    return ShadowStep(attempt, delta, residual, output, violations, units, worst)
 
 
 def head_truth(q, k, v, read, bounds, page: int) -> tuple[float, float, float, int, int]:
