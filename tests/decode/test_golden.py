@@ -1,4 +1,4 @@
-"""Real text from a real model: dense decoding, and guarded decoding that falls back at every step, say what transformers says."""
+"""Real text from a real model: what transformers says, by dense decoding and by falling back at every step."""
 
 from __future__ import annotations
 

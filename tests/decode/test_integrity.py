@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from skg_jax.decode import decode_loop
+from skg_jax.engine.run import attempt_of
 from skg_jax.guard import Terms, Verdict, certify
 from skg_jax.kv import cache as kv
 from tests.decode import tiny
@@ -19,8 +21,6 @@ def _start(tau=1e3, **options):
 
 
 def _attempts(log, row: int):
-    from skg_jax.engine.run import attempt_of
-
     return [attempt_of(log, line, row) for line in range(len(log.active)) if log.active[line, row]]
 
 
@@ -31,6 +31,7 @@ def test_altered_keys_stop_the_request_and_are_named():
     _, rows, log = tiny.finish(cache._replace(k=cache.k.at[:, blocks].multiply(1.01)), rows, asked)
     stopped = _attempts(log, 1)
     assert len(stopped) == 1 and stopped[0].verdict == Verdict.STOP and stopped[0].token is None
+    assert stopped[0].corrupt is not None
     layer, block = stopped[0].corrupt
     assert 0 <= layer < tiny.CONFIG.num_layers and block in blocks
     claim = certify(TERMS, stopped)
@@ -66,8 +67,6 @@ def test_metadata_of_a_stale_block_enters_no_bound():
 
 def test_a_replayed_key_voids_the_request():
     asked, cache, rows = _start()
-    from skg_jax.decode import decode_loop
-
     cache, rows, first = decode_loop(tiny.params(), cache, asked, rows, program=tiny.PROGRAM)
     _, _, log = tiny.finish(cache, rows._replace(attempt=rows.attempt - 3), asked)
     steps = _attempts(log, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from models import decoder, registry
-from skg_jax.decode import Program, decode_loop
+from skg_jax.decode import Program, Rows, decode_loop
 from skg_jax.guard import Verdict
 from skg_jax.guard.policy import init as guard_init
 from skg_jax.kv import cache as kv
@@ -123,10 +124,10 @@ def test_a_second_request_of_the_same_shape_compiles_nothing(mixed, caplog):
     del mixed  # compiled the programs
     with jax.log_compiles():
         _run(PROMPTS, [0.3, 1e-9, 0.01], alpha=0.2, spares=3, tiers=(0.2, 0.3), seed=9)
-    assert not [
-        r for r in caplog.records if "Finished XLA compilation" in r.getMessage() and "decode_loop" in r.getMessage()
-    ]
-    assert decode_loop._cache_size() <= 2  # guarded and dense
+    compiled = [m for m in caplog.messages if "Finished XLA compilation" in m]
+    assert not [m for m in compiled if "decode_loop" in m]
+    jitted: Any = decode_loop  # the number of its programs is no part of jax's declared interface
+    assert jitted._cache_size() <= 2  # guarded and dense
 
 
 def test_temporaries_stay_under_a_twentieth_of_the_cache():
@@ -135,14 +136,13 @@ def test_temporaries_stay_under_a_twentieth_of_the_cache():
     program = Program(config)
     cache = jax.eval_shape(lambda: kv.init(config.num_layers, config.num_kv_heads, config.head_dim, 1, 8192))
     row = jnp.zeros(1, jnp.int32)
-    from skg_jax.decode import Rows
-
     heads = jnp.ones((config.num_layers, config.num_heads))
     asked = tiny.requests([tiny.prompt(1, 3)], STEPS, 1.0, omega=heads)
     rows = Rows(row, row, row, row, row > 0, guard_init(1))
     compiled = decode_loop.lower(decoder.abstract(config), cache, asked, rows, program=program).compile()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     analysis = compiled.memory_analysis()
+    assert analysis is not None
     print(f"temporaries {analysis.temp_size_in_bytes / 1e6:.1f} MB, cache {size / 1e6:.1f} MB")
     assert analysis.temp_size_in_bytes < 0.05 * size
     assert analysis.alias_size_in_bytes > 0.99 * size  # donated: updated in place

@@ -20,8 +20,9 @@ from skg_jax.selectors import topk
 from skg_jax.stats import spending
 
 CONFIG = ModelConfig(
-    architecture="llama", vocab_size=97, embed_dim=32, mlp_dim=48, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=16,
-    rope_theta=1e4, rope_scaling=None, norm_eps=1e-5, qkv_bias=False, tied_embeddings=False, max_context=4096,
+    architecture="llama", vocab_size=97, embed_dim=32, mlp_dim=48, num_layers=3, num_heads=6, num_kv_heads=2,
+    head_dim=16, rope_theta=1e4, rope_scaling=None, norm_eps=1e-5, qkv_bias=False, tied_embeddings=False,
+    max_context=4096,
 )  # fmt: skip
 CHUNK, CAPACITY = 128, 1024
 PROGRAM = Program(CONFIG, "guarded", topk(), AuditConfig(rate=0.05), True, 8, CHUNK)
@@ -44,12 +45,12 @@ def prompt(seed: int, length: int) -> np.ndarray:
 
 
 def requests(
-    prompts, steps: int, tau, *, alpha=0.01, spares=64, attempts=None, to_exact=True, tiers=(0.15, 0.4), seed=0, config=None,
-    omega=None, uncovered=0.0, spending_plan=None,
+    prompts, steps: int, tau, *, alpha=0.01, spares=64, attempts=None, to_exact=True, tiers=(0.15, 0.4), seed=0,
+    omega=None, uncovered=0.0,
 ) -> Requests:  # fmt: skip
     """`tau` per row. Greedy."""
     rows = len(prompts)
-    plan = spending_plan or (config or spending.uniform)(alpha, attempts or steps + spares)
+    plan = spending.uniform(alpha, attempts or steps + spares)
     schedule = jax.tree.map(lambda x: jnp.stack([x] * rows), spending.schedule(plan))
     policy = Policy(
         tau=jnp.asarray(np.broadcast_to(tau, rows), jnp.float32),

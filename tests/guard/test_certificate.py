@@ -10,8 +10,8 @@ from skg_jax.guard import Attempt, Terms, Verdict, certify
 
 TERMS = Terms("guarded", alpha=0.01, tau=0.2, residual="mass", spending="uniform")
 STEP = Attempt(
-    position=100, token=5, verdict=Verdict.ACCEPT, exact=False, bound=0.15, cap=0.4, units=900, drawn=9, audited=9, selected=100,
-    total=1000, violated=False, unbounded=0, key_reused=False, uncovered=False, corrupt=None,
+    position=100, token=5, verdict=Verdict.ACCEPT, exact=False, bound=0.15, cap=0.4, units=900, drawn=9, audited=9,
+    selected=100, total=1000, violated=False, unbounded=0, key_reused=False, uncovered=False, corrupt=None,
 )  # fmt: skip
 EXACT = STEP._replace(exact=True, bound=0.0, units=0, drawn=0, audited=0, selected=1000)
 
@@ -116,7 +116,8 @@ def test_quoting_never_strengthens():
 def test_json_has_the_promised_fields():
     got = _claim(STEP).to_json()
     promised = {
-        "scope", "reason", "alpha", "tau", "steps", "accepted", "expanded", "fallback", "uncertified", "worst_bound", "mean_bound",
+        "scope", "reason", "alpha", "tau", "steps", "accepted", "expanded", "fallback", "uncertified", "worst_bound",
+        "mean_bound",
     }  # fmt: skip
     assert promised <= set(got) and "terms" not in got
     assert dataclasses.is_dataclass(_claim(STEP))

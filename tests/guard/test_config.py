@@ -44,21 +44,21 @@ def test_alpha_is_split_over_steps_and_spares():
     assert (split.attempts, spares) == (50, 10)
 
 
-def test_head_weights_sum_to_one(tmp_path):
+def test_head_weights_sum_to_one():
     params = decoder.init(CONFIG, jax.random.key(1))
-    for name in ("uniform", "gain"):
-        weights, missing = head_weights(GuardConfig(weights=name), params)
-        assert (
-            float(weights.omega.sum()) == pytest.approx(1, abs=1e-5) and missing == () and float(weights.uncovered) == 0
-        )
+    made = {name: head_weights(GuardConfig(weights=name), params) for name in ("uniform", "gain")}
+    for weights, missing in made.values():
+        assert float(weights.omega.sum()) == pytest.approx(1, abs=1e-5)
+        assert missing == () and float(weights.uncovered) == 0
     kernel = np.asarray(params["layers"]["attn"]["o"]["kernel"], np.float64)
     norms = np.linalg.norm(kernel, ord=2, axis=(2, 3))
-    np.testing.assert_allclose(weights.omega, norms / norms.sum(), rtol=1e-4)
+    np.testing.assert_allclose(made["gain"][0].omega, norms / norms.sum(), rtol=1e-4)
+    np.testing.assert_allclose(made["uniform"][0].omega, np.full(norms.shape, 1 / norms.size), rtol=1e-6)
 
 
 def test_head_weights_from_a_file(tmp_path):
     params = decoder.init(CONFIG, jax.random.key(1))
-    table = np.arange(1.0, 19.0).reshape(3, 6).tolist()
+    table: list[list[float | None]] = [list(row) for row in np.arange(1.0, 19.0).reshape(3, 6).tolist()]
     table[1][2] = None
     path = tmp_path / "weights.json"
     path.write_text(json.dumps(table))

@@ -119,6 +119,5 @@ def test_ledger_counts_rejected_audits():
             policy, state, _report(), jnp.zeros(1, jnp.int32), jnp.full(1, attempt), jnp.ones(1, bool)
         )
     assert int(state.spending.failures[0]) == 4
-    assert (
-        float(guard.budget(policy, state).log_inv_alpha[0]) > before
-    )  # the funded epochs are over: only the floor is left
+    after = float(guard.budget(policy, state).log_inv_alpha[0])
+    assert after > before  # the funded epochs are over: only the floor is left

@@ -25,13 +25,13 @@ FAULTS = (
 
 def sizes(pop: Population) -> tuple[np.float32, np.float32]:
     """(sum of caps, true total) over the valid units."""
-    as64 = lambda v: v.astype(np.float64)[pop.valid].sum()  # noqa: E731
+    as64 = lambda v: v.astype(np.float64)[pop.valid].sum()
     return np.float32(as64(pop.cap)), np.float32(as64(pop.x))
 
 
 def _audit(key, pop, wor, fault) -> tuple[kw.KWState, jax.Array]:
     """UNITS draws with probability proportional to the gap, booked as they were made unless `fault` says otherwise."""
-    is_fault = lambda name: fault == FAULTS.index(name)  # noqa: E731
+    is_fault = lambda name: fault == FAULTS.index(name)
     law = sampling.pps_probs(pop.cap - pop.lo, pop.valid, EPS)
     flat = pop.valid / pop.valid.sum()
     cum, exact = sampling.integer_law(jnp.where(is_fault("drawn uniformly"), flat, law))

@@ -30,7 +30,7 @@ def wealth(slack, prob, spent, room, config=kw.DEFAULT, eta=0.0):
     """K_t for many sequences of draws, [S, n] -> [S, n] of numpy, padded so that few shapes are compiled."""
     rows, n = slack.shape
     block = (720, 6) if n <= 6 else (1, 24)
-    pad = lambda v: np.pad(v, ((0, block[0] - rows), (0, block[1] - n)), constant_values=np.nan)  # noqa: E731
+    pad = lambda v: np.pad(v, ((0, block[0] - rows), (0, block[1] - n)), constant_values=np.nan)
     scalar = slack.dtype.type
     valid = np.arange(block[1]) < n
     k = _wealth(pad(slack), pad(prob), pad(spent), valid, scalar(room), scalar(eta), config)

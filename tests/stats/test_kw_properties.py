@@ -40,7 +40,7 @@ def _upper_at_tails(state, cap, eta):
 @jax.jit
 def upper_after(state, knowns, cap, eta):
     """[UNITS + 1, 3]: the bound after 0, 1, ... draws, at the three levels."""
-    first = lambda count, known: state._replace(count=count, known=known)  # noqa: E731
+    first = lambda count, known: state._replace(count=count, known=known)
     counts = jnp.arange(UNITS + 1, dtype=jnp.int32)
     return jax.vmap(lambda count, known: _upper_at_tails(first(count, known), cap, eta))(counts, knowns)
 
@@ -135,7 +135,7 @@ def draws(seed: int, n: int, hole: float = 0.3):
 
 @functools.partial(jax.jit, static_argnames="config")
 def _one_by_one(slack, prob, valid, removed, known, config):
-    step = lambda state, d: (kw.update(state, *d), None)  # noqa: E731
+    step = lambda state, d: (kw.update(state, *d), None)
     knowns = jnp.full(slack.shape, known)
     return jax.lax.scan(step, kw.init(config), (slack, prob, removed, knowns, valid))[0]
 

@@ -89,7 +89,7 @@ def _error_rate(plan, bad, forgets):
         return (state, wrong | (bad & accepted)), None
 
     luck = jax.random.uniform(jax.random.key(3), (REPS, ATTEMPTS))
-    stream = lambda row: jax.lax.scan(step, (spending.init(), jnp.array(False)), (bad, row))[0][1]  # noqa: E731
+    stream = lambda row: jax.lax.scan(step, (spending.init(), jnp.array(False)), (bad, row))[0][1]
     return jax.vmap(stream)(luck).mean()
 
 
