@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -14,7 +15,7 @@ import pytest
 import skg_jax.engine
 from eval.studies import cpu_speed
 from skg_jax.bench import cli, decode, environment, summary
-from skg_jax.bench.prompts import prompts
+from skg_jax.bench import prompts as texts
 from tests.engine import tiny
 
 SHORT = ("--prompt-tokens", "300", "--generation-tokens", "20", "--trials", "3", "--tau", "0.5", "--pages", "30%")
@@ -162,18 +163,19 @@ def test_threads_bind_the_process_to_cores(monkeypatch):
 
 def test_prompts_have_the_asked_length_and_follow_the_seed():
     encode = tiny.engine().tokenizer.encode
-    first = prompts(encode, 37, 3, seed=1)
+    prompts = functools.partial(texts.prompts, encode, 37, 3)
+    first = prompts(seed=1)
     assert [len(p) for p in first] == [37] * 3 and len({tuple(p) for p in first}) == 3
-    assert first == prompts(encode, 37, 3, seed=1) and first != prompts(encode, 37, 3, seed=2)
+    assert first == prompts(seed=1) and first != prompts(seed=2)
     assert tiny.engine().tokenizer.decode(first[0]).isascii()  # English, not noise
 
 
-def test_a_prompt_longer_than_the_text_begins_anew():
-    by_character = lambda text: [ord(c) for c in text]
-    (ids,) = prompts(by_character, 1_500_001, 1, seed=0)
-    assert len(ids) == 1_500_001
-    period = next(n for n in range(400_000, 1_000_000) if ids[:2000] == ids[n : n + 2000])
-    assert ids[period:] == ids[: len(ids) - period]
+def test_a_prompt_longer_than_the_text_begins_anew(monkeypatch):
+    monkeypatch.setattr(texts, "topics", {"b": "".join(map(chr, range(50, 101))), "a": "x" * 3})
+    (ids,) = texts.prompts(lambda text: [*map(ord, text)], 997, 1, seed=0)
+    whole = [120] * 3 + [10] + [*range(50, 101)]  # in order of the names, a line break between
+    start = whole.index(ids[0])
+    assert ids == (whole * 20)[start : start + 997]
 
 
 def test_summaries_are_medians_percentiles_and_paired_ratios():
