@@ -1,0 +1,129 @@
+"""The integer law and the wealth of a large population, in blocks: less work a unit and a draw, the same statements.
+
+The law folds its counts in halves a few times and accumulates only the last of these; a draw descends again. The wealth
+is looked at after each block of draws instead of after each draw: a running maximum over fewer times is lower, hence
+valid, and products of four factors need one logarithm instead of four.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
+
+from skg_jax.stats import kaplan_wald as kw
+from skg_jax.stats import sampling
+from skg_jax.stats._types import RealLike
+from skg_jax.stats.sums import prefix_sum
+
+FOLDS = 4  # so that 1/16 of the counts is accumulated, which is serial
+DRAWS = 64  # draws of a block of the wealth
+MOST = 1e9  # a factor is cut here, which is conservative, so that the product of four stays in float32
+LEAST = 1e-30  # and their product raised to this: it adds at most this to the mean
+
+
+class BlockedLaw(NamedTuple):
+    """k / sum(k) over the units, as `sampling.integer_law`.
+
+    folds: k padded with 0, then the sums of its halves, and so on. ends: the last of them, accumulated.
+    """
+
+    folds: tuple[UInt32[Array, "..."], ...]
+    ends: UInt32[Array, "blocks"]
+
+
+def integer_law(p: Float[Array, "U"]) -> BlockedLaw:
+    """Integers k of about 2**30 in total in proportion to p, at least 1 where p > 0. p: finite, >= 0, of any sum.
+
+    Raises ValueError for more than 2**28 units, for which the counts might pass 2**31.
+    """
+    if p.size > sampling.MAX_UNITS:
+        raise ValueError(f"p has {p.size} units, but the law holds at most {sampling.MAX_UNITS}; split the population.")
+    scaled = p * (sampling.TICKETS / jnp.maximum(p.sum(), sampling.TINY))
+    k = jnp.where(p > 0, jnp.maximum(scaled + 0.5, 1), 0).astype(jnp.int32)  # to uint32 would be slower
+    folds = [jnp.pad(jax.lax.bitcast_convert_type(k, jnp.uint32), (0, -p.size % 2**FOLDS))]
+    for _ in range(FOLDS):
+        half = folds[-1].size // 2
+        folds.append(folds[-1][:half] + folds[-1][half:])
+    return BlockedLaw(tuple(folds[:-1]), jnp.cumsum(folds[-1], dtype=jnp.uint32))
+
+
+def probs(law: BlockedLaw, index: Int32[Array, "n"], like: Float[Array, "..."]) -> Float[Array, "n"]:
+    """Probability of each unit, in the dtype of `like`; 0 for all when there is nothing to draw."""
+    chosen = law.folds[0][index].astype(like.dtype)
+    return chosen / jnp.maximum(law.ends[-1], 1).astype(like.dtype)
+
+
+def draw(key: Key[Array, ""], law: BlockedLaw, n: int) -> Int32[Array, "n"]:
+    """n independent draws; a unit of count 0 is never drawn unless all are."""
+    high, low = jax.random.bits(key, (2, n), jnp.uint32)
+    return unit_of(law, sampling._scale(high, low, law.ends[-1]))
+
+
+def unit_of(law: BlockedLaw, ticket: UInt32[Array, "n"]) -> Int32[Array, "n"]:
+    """The unit that holds a ticket, 0 <= ticket < sum(k)."""
+    block = jnp.minimum(jnp.searchsorted(law.ends, ticket, side="right"), law.ends.size - 1)
+    index = block.astype(jnp.int32)
+    ticket = ticket - jnp.where(index > 0, law.ends[index - 1], 0)
+    for fold in law.folds[::-1]:
+        left = fold[index]
+        right = ticket >= left
+        ticket = jnp.where(right, ticket - left, ticket)
+        index = index + right * (fold.size // 2)
+    return index
+
+
+def first_visits(index: Int32[Array, "n"], valid: Bool[Array, "n"], units: int) -> Bool[Array, "n"]:
+    """As `sampling.first_visits`, without sorting the draws; memory of `units`."""
+    turn = jnp.arange(index.size, dtype=jnp.int32)
+    first = jnp.full(units, index.size, jnp.int32).at[jnp.where(valid, index, units)].min(turn, mode="drop")
+    return valid & (first[index] == turn)
+
+
+def log_wealth(state: kw.KWState, cap: RealLike, m: RealLike, eta: RealLike, config: kw.KWConfig) -> Float[Array, ""]:
+    """At most `kw.log_wealth`: its running maximum over the ends of blocks of 64 draws."""
+    dtype = state.y.dtype
+    cap, m, eta = (jnp.asarray(value, dtype) for value in (cap, m, eta))
+    valid = jnp.arange(state.y.size) < state.count
+    remaining = cap - m - state.spent
+    room = jnp.maximum(remaining, 0) + eta
+    v = jnp.where(valid & (room > 0), jnp.minimum(state.y / jnp.where(room > 0, room, 1), MOST), 0)
+    dead = _blocks(valid & (remaining < -eta), False).any(1)
+    v, valid = _blocks(v, 0.0), _blocks(valid, False)
+    logs = [_log_products(v, valid, beta) + math.log(w) for beta, w in zip(config.betas, config.weights, strict=True)]
+    path = jax.scipy.special.logsumexp(jnp.stack(logs), axis=0)
+    path = jnp.where(jax.lax.cummax(dead.astype(jnp.int32)) > 0, jnp.inf, path)
+    return jnp.max(path - kw.LOG_ERROR * DRAWS * jnp.arange(1, path.size + 1, dtype=dtype), initial=0)
+
+
+def _log_products(v: Float[Array, "blocks draws"], valid: Bool[Array, "blocks draws"], beta: float):
+    """log of the product of the factors of a bet up to the end of each block."""
+    factor = jnp.where(valid, (1 - beta) + beta * v, 1)
+    quarter = DRAWS // 4
+    four = [factor[:, i * quarter : (i + 1) * quarter] for i in range(4)]
+    return prefix_sum(jnp.log(jnp.maximum(four[0] * four[1] * four[2] * four[3], LEAST)).sum(1))
+
+
+def _blocks(x: Array, empty) -> Array:
+    return jnp.pad(x, (0, -x.size % DRAWS), constant_values=empty).reshape(-1, DRAWS)
+
+
+def upper(
+    state: kw.KWState, cap: RealLike, floor: RealLike, log_inv_alpha: RealLike, eta: RealLike, config: kw.KWConfig
+) -> Float[Array, ""]:
+    """As `kw.upper`, by `log_wealth` of this module: `levels` refinements of `grid` candidates each, one at a time."""
+    dtype = state.y.dtype
+    cap = jnp.asarray(cap, dtype)
+    high = jnp.minimum(cap, cap - state.known + jnp.asarray(eta, dtype))
+    low = jnp.minimum(jnp.asarray(floor, dtype), high)
+
+    def refine(bracket, _):
+        low, high = bracket
+        share = jnp.arange(1, config.grid + 1, dtype=dtype) / (config.grid + 1)
+        edges = jnp.concatenate([low[None], low + (high - low) * share, high[None]])
+        peaks = jax.lax.map(lambda m: log_wealth(state, cap, m, eta, config), edges[1:-1])
+        last = jnp.max(jnp.where(peaks >= log_inv_alpha, 0, jnp.arange(1, config.grid + 1)))
+        return (edges[last], jnp.minimum(edges[last + 1], high)), None
+
+    return jax.lax.scan(refine, (low, high), length=config.levels)[0][1]
