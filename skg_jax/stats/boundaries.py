@@ -35,9 +35,8 @@ from scipy.special import zeta
 from skg_jax.stats._types import RealLike
 from skg_jax.stats.means import check_alpha
 
-NEWTON_STEPS = 30
-BISECTIONS = 60
-DOUBLINGS = 50
+NEWTON_STEPS = 16
+DOUBLINGS = 20
 STIRLING = 12.0  # from here the first terms of Stirling's series are exact to float64 rounding
 SMALL = 0.05  # below this z - log(1 + z) is its series
 
@@ -210,7 +209,7 @@ def _bisect(f: Callable[[Curve], Curve], top: Curve, level: Curve) -> Curve:
         above = f(middle) >= level
         return jnp.where(above, ends[0], middle), jnp.where(above, middle, ends[1])
 
-    return jax.lax.fori_loop(0, BISECTIONS, step, (jnp.zeros_like(top), top))[1]
+    return jax.lax.fori_loop(0, jnp.finfo(top.dtype).nmant + 8, step, (jnp.zeros_like(top), top))[1]
 
 
 def _stirling(a: Curve) -> Curve:
@@ -232,6 +231,6 @@ def _excess(z: Curve) -> Curve:
     return jnp.where(z < SMALL, series, z - jnp.log1p(z))
 
 
-def _log_beta(a: Curve, b: Curve, x: Curve) -> Curve:
+def _log_beta(a: Curve, b: Curve, x: Float[Array, ""]) -> Curve:
     """Log of the incomplete beta function."""
     return betaln(a, b) + jnp.log(betainc(a, b, x))

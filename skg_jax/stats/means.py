@@ -86,7 +86,7 @@ class Past(NamedTuple):
     left: Float[Array, "n"]
 
 
-def check_alpha(alpha: RealLike) -> None:
+def check_alpha(alpha: RealLike | Float[Array, "..."]) -> None:
     """Raises ValueError for a Python number outside (0, 1); arrays are checked where they are used."""
     if isinstance(alpha, float | int) and not 0 < alpha < 1:
         raise ValueError(f"alpha is {alpha}, but an error probability lies strictly between 0 and 1.")

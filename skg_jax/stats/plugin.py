@@ -44,6 +44,8 @@ def extend(
     state: PluginState, moments: Moments, past: Past, bets: Float[Array, "2 n"], costs: Float[Array, "2 n"]
 ) -> PluginState:
     """Add observations with their bets and costs, and intersect the bounds after each."""
+    if bets.shape[-1] == 0:
+        return state
     bets = jnp.where(past.use, bets, 0)
     costs = jnp.where(past.use, costs, 0)
     num = state.numerator[:, None] + prefix_sum(bets * (past.x + past.total / past.left))
