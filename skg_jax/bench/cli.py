@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 
 PROGRAM = "python -m skg_jax.bench"
-COMMANDS = {"decode": "dense, sparse and guarded decoding of the same prompts, side by side"}
+COMMANDS = {
+    "decode": "dense, sparse and guarded decoding of the same prompts, side by side",
+    "stats": "one pooled audit of a large population: the decision, and the bound inverted",
+}
 REFUSED, INTERRUPTED = 2, 130
 
 
