@@ -36,8 +36,8 @@ def gamma_exponential_by_integration(s, v, rho):
 
 def normal_by_integration(s, v, rho):
     """A half-normal prior of precision rho."""
-    process = lambda l: stats.halfnorm.pdf(l, scale=rho**-0.5) * np.exp(l * s - l * l * v / 2)
-    return np.log(integrate.quad(process, 0, np.inf, limit=200)[0])
+    process = lambda l: 2 * np.sqrt(rho / 2 / np.pi) * np.exp(l * s - l * l * (v + rho) / 2)
+    return np.log(integrate.quad(process, 0, 60, limit=200)[0])
 
 
 @pytest.mark.parametrize(("curve", "oracle"), [(GE, gamma_exponential_by_integration), (NORMAL, normal_by_integration)])
@@ -45,7 +45,7 @@ def test_curve_is_where_the_integrated_mixture_reaches_one_over_alpha(curve, ora
     rho, v = boundaries.best_rho(V_OPT, LEVEL), np.array([0.0, 0.3, 7.0, 60.0])
     with jax.enable_x64(True):
         got = np.asarray(curve(jnp.asarray(v), 0.01))
-    exact = [optimize.brentq(lambda s, at=at: oracle(s, at, rho) - np.log(100), 1e-9, 200, xtol=1e-12) for at in v]
+    exact = [optimize.brentq(lambda s, at=at: oracle(s, at, rho) - np.log(100), 1e-9, 30 + at, xtol=1e-12) for at in v]
     np.testing.assert_allclose(got, exact, rtol=1e-7)
 
 
@@ -94,12 +94,12 @@ def crossings(curve, scale: float, reps: int) -> int:
     return int((np.cumsum(steps, 1) >= scale * u).any(1).sum())
 
 
-@pytest.mark.parametrize("name", ["GE", "normal", "Poisson", "stitch"])
+@pytest.mark.parametrize("name", ["GE", "normal", "stitch"])
 def test_walks_rarely_cross(name):
     assert crossings(CURVES[name], 1.0, 5000) <= stats.binom.ppf(0.999, 5000, 0.05)
 
 
-@pytest.mark.parametrize("name", ["GE", "normal", "Poisson", "stitch"])
+@pytest.mark.parametrize("name", ["GE", "normal", "stitch"])
 def test_walks_cross_a_fixed_time_curve(name):
     """Control: half the curve is about what a test at one time would use."""
     assert crossings(CURVES[name], 0.4, 5000) > stats.binom.ppf(0.999, 5000, 0.05)
