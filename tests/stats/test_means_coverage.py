@@ -115,10 +115,10 @@ def test_claiming_a_population_that_was_drawn_with_replacement_is_noticed(module
 
 @pytest.mark.parametrize("module", MODULES)
 def test_clipping_values_above_one_is_noticed(module):
-    """What the flag is for: with the range broken and clipped, the mean is excluded."""
-    xs = np.random.default_rng(0).exponential(0.9, (REPS, DRAWS)).astype(np.float32)
-    assert excluded(module, np.minimum(xs, 1), 0.9)["ever"] > allowed(REPS)
-    assert excluded(module, xs, 0.9)["ever"] == 0
+    """What the flag is for: clipped, the draws exclude their mean; as they are, they end with an open interval."""
+    xs, truth = 2 * observations("coin", REPS, 0)[0], 1.0
+    assert excluded(module, np.minimum(xs, 1), truth)["ever"] > allowed(REPS)
+    assert excluded(module, xs, truth)["last"] == 0
 
 
 @pytest.mark.parametrize("module", MODULES)
