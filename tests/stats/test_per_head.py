@@ -1,0 +1,134 @@
+"""Every head audited: expectations over all pairs of orders, what the claim excludes, where reads go, its edges."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skg_jax.stats import kaplan_wald as kw
+from skg_jax.stats import per_head, pooled
+from tests.stats import oracle
+
+EXACT = per_head.PerHeadConfig(
+    rounds=(3, 2, 2), uniform_share=0.1, betting=kw.KWConfig(guard=0.0, mass_guard=0.0, capacity=8, grid=4, levels=2)
+)
+LEVEL = float(-np.log(0.05))
+
+
+def heads(sizes=(4, 4), seed=3):
+    """(lower, upper, value, valid) of heads of different sizes."""
+    rng = np.random.default_rng(seed)
+    lower, x = np.sort(rng.random((2, len(sizes), max(sizes))) ** 3, axis=0)
+    valid = np.arange(max(sizes)) < np.array(sizes)[:, None]
+    return lower, x + 0.05 + rng.random(x.shape) * np.array([0.6, 2.0])[: len(sizes), None], x, valid
+
+
+def every_order(lower, upper, valid, eps):
+    """All orders of both heads together, padding last, with their chance: [S, H, U], [S]."""
+    rows = []
+    for low, up, there in zip(lower, upper, valid, strict=True):
+        n = there.sum()
+        gap = (up - low)[:n]
+        perms, chance = oracle.orders((1 - eps) * gap / gap.sum() + eps / n)
+        tail = np.broadcast_to(np.arange(n, len(there)), (len(perms), len(there) - n))
+        rows.append(list(zip(np.concatenate([perms, tail], 1), chance, strict=True)))
+    pairs = list(itertools.product(*rows))
+    order = np.array([[p for p, _ in pair] for pair in pairs], np.int32)
+    return order, np.array([np.prod([c for _, c in pair]) for pair in pairs])
+
+
+@functools.partial(jax.jit, static_argnames=("config", "peek"))
+def stopped(order, lower, upper, x, valid, budgets, level, config=EXACT, peek=False):
+    """(K of each head at its true sum when the audit stopped, the report)."""
+    pop = per_head.population(lower, upper, valid, config)
+    if peek:  # each head reads its loosest units first, though the law says otherwise
+        order = jnp.argsort(jnp.where(valid, -(upper - x), jnp.inf), axis=1).astype(jnp.int32)
+    report = per_head.audit_order(order, pop, x, budgets, level, config)
+    slack = jnp.take_along_axis(upper - x, order, axis=1)
+    run = per_head.start(order, pop)._replace(slack=slack, count=report.reads)
+    states = per_head.processes(run, order, pop, config)
+    total = lambda v: jnp.where(valid, v, 0).sum(1)
+    paths = jax.vmap(lambda s, c, m: kw.wealth_path(s, c, m, 0.0, config.betting)[-1])
+    return jnp.exp(paths(states, total(upper), total(x))), report
+
+
+def enumerate_all(sizes, factor, alpha, peek=False):
+    """(mean K of each head, P(accepted), mean reads) over all pairs of orders; budgets are `factor` times the truth."""
+    lower, upper, x, valid = heads(sizes)
+    order, chance = every_order(lower, upper, valid, 0.1)
+    assert chance.sum() == pytest.approx(1)
+    with jax.enable_x64(True):
+        args = [jnp.asarray(v) for v in (lower, upper, x, valid, np.where(valid, x, 0).sum(1) * np.array(factor))]
+        run = jax.vmap(lambda o: stopped(o, *args, -jnp.log(alpha), peek=peek))
+        wealth, report = jax.tree.map(np.asarray, run(jnp.asarray(order)))
+    return chance @ wealth, chance @ report.accepted, chance @ report.reads, report
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("factor", [(1.0, 1.0), (1.3, 0.98), (1.3, 1.3)])
+def test_wealth_has_mean_one_wherever_the_audit_stops(sizes, factor):
+    """How many reads a head gets depends on all values read before: optional stopping over all pairs of orders."""
+    wealth, _, _, report = enumerate_all(sizes, factor, 0.3)
+    np.testing.assert_allclose(wealth, 1, atol=1e-6)
+    assert len(np.unique(report.reads[:, 0])) > 1 or factor != (1.3, 1.3)
+
+
+@pytest.mark.parametrize("factor", [(0.98, 1.4), (1.4, 0.98), (0.98, 0.98)])
+def test_a_bad_head_is_accepted_with_at_most_alpha(factor):
+    """The budget just below the truth of one head or both: the exact probability of a false claim."""
+    for alpha in (0.5, 0.3, 0.1):
+        assert enumerate_all((4, 4), factor, alpha)[1] <= alpha
+
+
+def test_good_heads_are_accepted():
+    assert enumerate_all((4, 4), (1.4, 1.4), 0.3)[1] > 0.5
+
+
+def test_reads_chosen_by_their_content_are_noticed():
+    wealth, _, _, _ = enumerate_all((4, 4), (1.05, 1.05), 0.3, peek=True)
+    assert np.all(np.abs(wealth - 1) > 0.05)
+
+
+def lost_head():
+    """30 heads of 50 units with loose bounds; the last lost most of its mass, which the average hardly shows."""
+    rng = np.random.default_rng(0)
+    x = (rng.random((30, 50)) * 4e-4).astype(np.float32)
+    x[-1] *= 60
+    return jnp.zeros(x.shape), jnp.asarray(x + np.float32(0.004)), jnp.asarray(x)
+
+
+def test_an_average_does_not_exclude_a_lost_head_and_this_audit_does():
+    lower, upper, x = lost_head()
+    budgets = jnp.full(30, 0.1)
+    assert x.sum() < 0.1 * 30 and x[-1].sum() > 0.5
+    key = jax.random.key(1)
+    whole = pooled.audit(key, lower.ravel(), upper.ravel(), x.ravel(), float(budgets.sum()), LEVEL)
+    each = jax.jit(lambda k: per_head.audit(k, lower, upper, x, budgets, LEVEL))
+    assert bool(whole.accepted)
+    assert not bool(each(key).accepted)
+    assert not bool(each(key).passed[-1])
+    kept = per_head.audit(
+        key, lower[:-1], upper[:-1], x[:-1], budgets[:-1], LEVEL,
+        config=per_head.PerHeadConfig(rounds=(400, 400)),
+    )  # fmt: skip
+    assert bool(kept.accepted) and np.all(np.asarray(kept.upper) >= x[:-1].sum(1))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=5, max_size=5), st.lists(st.integers(0, 9), min_size=5, max_size=5),
+       st.integers(1, 40))  # fmt: skip
+@settings(max_examples=60)
+def test_allocation_keeps_within_its_limits(need, left, size):
+    counts = np.asarray(per_head.allocate(jnp.asarray(need, jnp.float32), jnp.asarray(left, jnp.int32), size))
+    assert counts.min() >= 0 and counts.sum() <= size
+    assert np.all(counts <= np.array(left)) and np.all(counts[np.float32(need) == 0] == 0)
+
+
+@pytest.mark.parametrize("changes", [{"rounds": ()}, {"rounds": (0,)}, {"uniform_share": 0.0}, {"uniform_share": 2.0}])
+def test_impossible_settings_are_refused(changes):
+    with pytest.raises(ValueError, match=r"\.$"):
+        per_head.PerHeadConfig(**changes)

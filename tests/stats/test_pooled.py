@@ -1,0 +1,168 @@
+"""The pooled audit: expectations over every sequence of two rounds, faults they notice, coverage, and its edges."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skg_jax.stats import blocked, pooled
+from skg_jax.stats import kaplan_wald as kw
+from tests.stats import oracle
+from tests.stats.oracle import population
+
+EXACT = kw.KWConfig(guard=0.0, mass_guard=0.0)
+COARSE = kw.KWConfig(grid=1, levels=12)
+DESIGNS = ("iid", "wor", "hybrid")
+LEVEL = float(-np.log(0.05))
+
+
+def units(n, seed=1):
+    rng = np.random.default_rng(seed)
+    lower, x = np.sort(rng.random((2, n)) ** 3, axis=0)
+    return lower, x + 0.05 + rng.random(n), x
+
+
+def pps(gap, eps):
+    return (1 - eps) * gap / gap.sum() + eps * (gap > 0) / (gap > 0).sum()
+
+
+@functools.partial(jax.jit, static_argnames=("config", "fault"))
+def path(sequence, lower, upper, x, config, fault="none"):
+    """log K_t at the truth for one sequence of draws, in rounds of 2."""
+    pop = pooled.population(lower, upper, None, None, config)
+    run = pooled.start(pop, config)
+    for offset in (0, 2):
+        index = sequence[offset : offset + 2]
+        law = pooled.round_law(pop, pooled.start(pop, config) if fault == "stale law" else run, config)
+        prob = pooled.wor_law(pop, config)[index] if config.design == "wor" else blocked.probs(law, index, x)
+        booked = pooled.start(pop, config) if fault == "restarted books" and offset else run
+        run = pooled.absorb(booked._replace(process=run.process), pop, index, prob, x[index], offset, config)
+    return kw.wealth_path(run.process, upper.sum(), x.sum(), 0.0, config.process)
+
+
+def sequences(design, gap, eps):
+    """All sequences of 2 + 2 draws with their chance, from the definition of the design."""
+    p, n = pps(gap, eps), len(gap)
+    if design == "wor":
+        perms, chance = oracle.orders(p)
+        return perms[:, :4], chance
+    found = []
+    for first in itertools.product(range(n), repeat=2):
+        left = gap.copy()
+        if design == "hybrid":
+            left[list(first)] = 0
+        q = pps(left, eps)
+        for second in itertools.product(np.flatnonzero(left), repeat=2):
+            found.append((first + second, p[list(first)].prod() * q[list(second)].prod()))
+    rows, chance = zip(*found, strict=True)
+    return np.array(rows), np.array(chance)
+
+
+def mean_wealth(design, n, fault="none"):
+    lower, upper, x = units(n)
+    config = pooled.PooledConfig(design=design, rounds=(2, 2), uniform_share=0.1, betting=EXACT)
+    rows, chance = sequences(design, upper - lower, 0.1)
+    assert chance.sum() == pytest.approx(1)
+    with jax.enable_x64(True):
+        args = (jnp.asarray(v) for v in (rows.astype(np.int32), lower, upper, x))
+        logs = jax.vmap(path, (0, None, None, None, None, None))(*args, config, fault)
+        return chance @ np.exp(np.asarray(logs))
+
+
+@pytest.mark.parametrize("n", [4, 6])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_mean_wealth_at_the_truth_is_one_over_all_sequences(design, n):
+    np.testing.assert_allclose(mean_wealth(design, n), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["stale law", "restarted books"])
+def test_enumeration_notices_rounds_booked_wrongly(fault):
+    """The second round's probabilities under the first round's law, and slack of the first round not removed."""
+    means = mean_wealth("hybrid", 4, fault)
+    np.testing.assert_allclose(means[:2], 1, atol=1e-6)
+    assert np.all(np.abs(means[2:] - 1) > 0.02)
+
+
+def audit_of(name, design="iid"):
+    """(reports of many keys, truth, cap) with rounds of 20, 20 and 40 draws of 60 units."""
+    pop = population(name)
+    config = pooled.PooledConfig(design=design, rounds=(20, 20, 40), uniform_share=0.05, betting=COARSE)
+    x = np.where(pop.valid & (pop.cap > pop.lo), pop.x, np.nan)  # what needs no read is not read
+    truth, cap = (float(v.astype(np.float64)[pop.valid].sum()) for v in (pop.x, pop.cap))
+    bounds = [np.where(pop.valid, v, np.nan) for v in (pop.lo, pop.cap)]
+    budget = truth + 0.02 * (cap - truth)
+    return _reports(*bounds, x, pop.valid, np.float32(budget), config), truth, cap
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _reports(lower, upper, x, valid, budget, config):
+    one = lambda key: pooled.audit(key, lower, upper, x, budget, LEVEL, None, valid, config)
+    return jax.vmap(one)(jax.random.split(jax.random.key(5), 1000))
+
+
+def test_an_accepted_audit_stops_reading():
+    report, _, _ = audit_of("flat", "wor")
+    draws, accepted = np.asarray(report.draws), np.asarray(report.accepted)
+    assert accepted.any() and set(np.unique(draws)) <= {20, 40, 60}
+    assert np.all(accepted[draws < 60])
+
+
+def test_wrong_draws_are_noticed():
+    """A stratum never drawn (its bounds are said to be tight) holds the mass: the reads cannot tell, the count can."""
+    pop = population("needle")
+    config = pooled.PooledConfig(rounds=(20, 20, 40), uniform_share=0.05, betting=COARSE)
+    hidden = pop.cap.copy()
+    hidden[16] = pop.lo[16]
+    report = _reports(pop.lo, hidden, pop.x, pop.valid, np.float32(0), config)
+    assert (np.asarray(report.upper) < pop.x.sum()).mean() > 0.5
+
+
+def test_reading_everything_gives_the_sum():
+    lower, upper, x = (jnp.float32(v) for v in units(37))
+    weights = jnp.asarray(np.random.default_rng(2).random(37), jnp.float32)
+    config = pooled.PooledConfig(design="wor", rounds=(50,))
+    key = jax.random.key(0)
+    report = jax.jit(lambda b: pooled.audit(key, lower, upper, x, b, LEVEL, weights, None, config))(0.0)
+    assert int(report.reads) == 37
+    assert float(report.upper) == pytest.approx(float((weights * x).sum()), rel=1e-3)
+    one = pooled.PooledConfig(rounds=(1,), certain=37)
+    report = jax.jit(lambda b: pooled.audit(key, lower, upper, x, b, LEVEL, weights, None, one))(0.0)
+    assert (int(report.reads), int(report.draws)) == (37, 0)
+    assert float(report.upper) == pytest.approx(float((weights * x).sum()), rel=1e-5)
+
+
+def test_blocked_law_maps_every_ticket():
+    counts = np.array([3, 0, 2, 5, 1, 1, 0, 4, 2, 0, 0, 7, 1, 0, 3, 2, 2, 6, 0, 1, 0])
+    folds = [np.pad(counts, (0, 11)).astype(np.uint32)]
+    for _ in range(blocked.FOLDS):
+        folds.append(folds[-1][: len(folds[-1]) // 2] + folds[-1][len(folds[-1]) // 2 :])
+    law = blocked.BlockedLaw(tuple(map(jnp.asarray, folds[:-1])), jnp.cumsum(jnp.asarray(folds[-1])))
+    found = np.asarray(blocked.unit_of(law, jnp.arange(counts.sum(), dtype=jnp.uint32)))
+    np.testing.assert_array_equal(np.bincount(found, minlength=32)[:21], counts)
+    made = blocked.integer_law(jnp.asarray(counts, jnp.float32))
+    np.testing.assert_allclose(blocked.probs(made, jnp.arange(21), jnp.zeros(1)), counts / counts.sum(), rtol=1e-6)
+
+
+def test_blocked_wealth_is_the_path_at_the_ends_of_blocks():
+    rng = np.random.default_rng(4)
+    config = kw.KWConfig(capacity=300)
+    y = rng.exponential(1.3, 290)
+    state = kw.update_batch(kw.init(config), jnp.asarray(y, jnp.float32), jnp.ones(290), jnp.ones(290, bool))
+    for m in (-0.5, -0.05, 0.4):
+        path = np.asarray(kw.wealth_path(state, 1.0, m, 1e-5, config), np.float64)
+        ends = path[[63, 127, 191, 255, 299]]
+        got = float(blocked.log_wealth(state, 1.0, m, 1e-5, config))
+        assert got == pytest.approx(max(0, ends.max()), abs=1e-3)
+        assert got <= float(kw.log_wealth(state, 1.0, m, 1e-5, config)) + 1e-6
+    dead = blocked.log_wealth(state._replace(spent=jnp.full(300, 2.0)), 1.0, 0.0, 1e-5, config)
+    assert float(dead) == np.inf
+
+
+@pytest.mark.parametrize("changes", [{"rounds": ()}, {"rounds": (0,)}, {"uniform_share": 0.0},
+                                     {"certain": -1}])  # fmt: skip
+def test_impossible_settings_are_refused(changes):
+    with pytest.raises(ValueError, match=r"\.$"):
+        pooled.PooledConfig(**changes)
