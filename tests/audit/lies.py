@@ -13,7 +13,7 @@ from skg_jax.stats import sampling
 
 
 class Lies(NamedTuple):
-    """`narrow`: nats taken off every upper bound. `flat`: 1 claims that draws were uniform over units with a gap."""
+    """`narrow`: nats taken off every upper bound. `flat`: share of a uniform law in what is claimed of draws."""
 
     narrow: np.ndarray | jax.Array
     flat: np.ndarray | jax.Array
@@ -37,8 +37,8 @@ def told(told: Lies):
 
     def integer_law(p):
         cum, law = law_of(p)
-        flat = (law > 0) / jnp.maximum((law > 0).sum(), 1)
-        return cum, jnp.where(told.flat > 0, flat.astype(law.dtype), law)
+        uniform = (law > 0) / jnp.maximum((law > 0).sum(), 1).astype(law.dtype)
+        return cum, jnp.where(told.flat > 0, (1 - told.flat) * law + told.flat * uniform, law)
 
     with mock.patch.object(sketch, "page_scores", page_scores), mock.patch.object(sampling, "integer_law", integer_law):
         yield

@@ -12,7 +12,7 @@ from skg_jax.audit import AuditConfig, AuditReport, Budget, HeadWeights
 from tests.audit.lies import HONEST, Lies, told
 from tests.audit.synthetic import Step
 
-REPS = 256
+REPS = 128
 
 
 @functools.partial(jax.jit, static_argnames="config")

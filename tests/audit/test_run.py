@@ -63,7 +63,7 @@ def test_the_bound_holds_for_all_but_alpha_of_the_keys(config):
             assert not report.violated.any() and (report.corrupt == -1).all()
             assert not misses_too_often(is_below(report.bound, total), alpha)
             assert (report.bound <= report.cap).all()
-    assert np.median(report.bound) < 0.9 * report.cap[0]  # at alpha = 1/2 even a few draws say much
+    assert np.median(report.bound) < 0.96 * report.cap[0]  # at alpha = 1/2 even a few draws say something
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_the_bound_holds_for_all_but_alpha_of_the_keys(config):
 def test_the_bound_holds_for_many_more_keys(config):
     step, missed = step_of(config), []
     total = residual(step, config)
-    for seed in range(100, 130):
+    for seed in range(100, 160):
         missed.append(is_below(audits(step, config, alpha=ALPHA, seed=seed).bound, total))
     assert not misses_too_often(np.concatenate(missed), ALPHA)
     assert np.concatenate(missed).mean() > ALPHA / 20  # nor is it trivially wide
@@ -238,10 +238,10 @@ def test_mean_wealth_at_the_residual_is_one(design, monkeypatch):
     total = residual(step, config)
 
     def mean_is_off(told=HONEST) -> bool:
-        wealth = [audits(step, config, tau=total, alpha=1e-30, seed=seed, lies=told).log_wealth for seed in range(40)]
+        wealth = [audits(step, config, tau=total, alpha=1e-30, seed=seed, lies=told).log_wealth for seed in range(32)]
         wealth = np.exp(np.concatenate(wealth).astype(np.float64))
         return abs(wealth.mean() - 1) > 4 * wealth.std(ddof=1) / np.sqrt(wealth.size)
 
     assert not mean_is_off()
     if design != "wor":  # whose law does not pass through the integers
-        assert mean_is_off(lies(flat=1.0))
+        assert mean_is_off(lies(flat=0.2))

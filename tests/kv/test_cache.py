@@ -82,6 +82,14 @@ def test_random_appends_land_where_the_page_table_says_and_nowhere_else():
     assert not np.asarray(kv.current(cache)).any()
 
 
+def test_a_token_past_the_capacity_is_written_nowhere():
+    token = normal(1, L, ROWS, K, H)
+    full = BLOCKS * BLOCK
+    before = append(empty(), token, token, np.array([0, 1, 2], np.int32))
+    after = append(before, -token, -token, np.array([full, full + 63, full + 64], np.int32))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
 def test_prefill_of_blocks_equals_appending_token_by_token():
     k, v = normal(1, L, K, 70, H), normal(2, L, K, 70, H)
     one_by_one = empty()

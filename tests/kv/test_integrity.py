@@ -16,16 +16,19 @@ L, P, K, H = 2, 5, 2, 10
 OPEN, STALE = 3, 4  # blocks of the pool that are not sealed any more, or not yet
 
 checksum = jax.jit(integrity.checksum)
-seal = jax.jit(kv.seal)
 
 
 @functools.cache
 def sealed(dtype=jnp.float32) -> PagedKVCache:
+    """Random blocks with their checksums, two of them without a claim to match."""
     rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(L, P, K, BLOCK, H)), dtype) for _ in range(2))
+    version, written = np.zeros(P, np.int32), np.zeros(P, np.int32)
+    version[OPEN], written[STALE] = kv.NEVER, 1
     cache = kv.init(L, K, H, 1, P * BLOCK, dtype)
-    cache = cache._replace(**{name: jnp.asarray(rng.normal(size=(L, P, K, BLOCK, H)), dtype) for name in ("k", "v")})
-    cache = seal(cache, jnp.arange(P), jnp.arange(P) != OPEN)
-    return cache._replace(written=cache.written.at[STALE].add(1))
+    return cache._replace(
+        k=k, v=v, k_sum=checksum(k), v_sum=checksum(v), sealed=jnp.asarray(version), written=jnp.asarray(written)
+    )
 
 
 def altered(cache: PagedKVCache, name: str, at: tuple[int, int, int], change) -> PagedKVCache:

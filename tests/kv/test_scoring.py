@@ -46,7 +46,10 @@ def known_blocks() -> np.ndarray:
     return full
 
 
-@pytest.mark.parametrize(("page_size", "kind"), [(16, "sketch"), (32, "sketch"), (64, "box")])
+@pytest.mark.parametrize(
+    ("page_size", "kind"),
+    [(32, "sketch"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(16, "sketch"), (64, "box")])],
+)
 def test_scores_bound_the_mass_of_every_page_wherever_its_block_lies(page_size, kind):
     cache = scattered()
     q = np.random.default_rng(1).normal(size=(3, K * G, H)).astype(np.float32)

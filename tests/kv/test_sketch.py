@@ -18,7 +18,11 @@ build = jax.jit(sketch.build)
 page_scores = jax.jit(sketch.page_scores, static_argnames=("page_size", "kind"))
 
 # head dims, group sizes and page sizes, each at least twice but not crossed
-SHAPES = [(8, 1, 16), (24, 7, 32), (64, 3, 64), (128, 7, 16)]
+SHAPES = [
+    (8, 1, 16),
+    *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(24, 7, 32), (64, 3, 64)]),
+    (128, 7, 16),
+]
 BLOCKS = len(hard_keys(8))
 ROWS = 170  # of a batch of scores: one shape for all tests of a head dim, compiled once
 
