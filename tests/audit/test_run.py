@@ -50,6 +50,7 @@ OTHERS = [
     AuditConfig(rate=0.05, page_size=32),
     AuditConfig(rate=0.1, page_size=64, design="wor"),
     AuditConfig(rate=0.05, rounds=(1,), uniform_share=1.0),
+    AuditConfig(rate=1.0),  # every unit is read several times
 ]
 
 
@@ -192,6 +193,24 @@ def test_where_nothing_was_left_unread_nothing_is_drawn(uncovered):
         assert (report.accepted == accepted).all()
         np.testing.assert_array_equal(report.bound, np.float32(uncovered))
         assert not report.drawn.any() and not report.units.any() and not report.pages_read.any()
+
+
+def test_a_handful_of_units_is_audited_like_many():
+    step = synthetic.step(CONFIG, budget=43.0)  # of 44 pages in row 0; more than row 1 has
+    report, total = audits(step, CONFIG, tau=0, alpha=ALPHA), residual(step)
+    assert (report.units == 6).all() and (report.drawn == PARTS[-1]).all()  # one draw a part, of six units
+    assert not misses_too_often(is_below(report.bound, total), ALPHA)
+    assert not audits(step, CONFIG, row=1).units.any()
+
+
+@pytest.mark.slow
+def test_reading_everything_without_replacement_finds_the_residual():
+    config = AuditConfig(rate=1.0, rounds=(1, 1), design="wor")
+    step = step_of(config)
+    for row in range(len(LENGTHS)):
+        report, total = audits(step, config, tau=0, alpha=1e-6, row=row), residual(step, config, row)
+        assert (report.drawn == report.units).all() and (report.pages_read == report.units).all()
+        assert (report.bound >= total).all() and (report.bound <= total + 1e-4 * report.cap).all()
 
 
 # --- boxes --------------------------------------------------------------------------------------------------------
