@@ -13,7 +13,7 @@ from skg_jax.audit.reads import read_units
 from skg_jax.audit.units import log_denominator
 from tests.audit import synthetic
 from tests.audit.oracle import truth
-from tests.audit.synthetic import LENGTHS, G, K, L, N, Step
+from tests.audit.synthetic import LENGTHS, G, H, K, L, N, Step
 from tests.kv.oracle import f64
 
 PAGES = [16, pytest.param(32, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)]
@@ -126,6 +126,25 @@ def test_the_output_residual_bounds_the_change_of_every_heads_output(shrink):
         assert (f64(step.evidence.lower) <= f64(step.evidence.upper)).all() and not reads.violated[reads.x > 0].any()
         factor = reads.x.sum((2, 3)) * size / np.maximum(np.linalg.norm(true.out, axis=-1)[:, :, head], 1e-30)
         assert (factor > true.delta[:, :, head]).all()  # (max |v| + |o|) / |o| is above one
+
+
+def test_the_output_residual_is_attained_by_unread_values_opposite_to_the_output():
+    """Values +e where a page was read and -e where not: the output e changes by exactly twice the dropped mass."""
+    config = AuditConfig(residual="output")
+    read = np.asarray(synthetic.step(config).evidence.read)
+    cache, e = synthetic.filled(), np.eye(H)[3]
+    v = np.array(cache.v)
+    for (layer, row, head, page), was_read in np.ndenumerate(read):
+        block, part = synthetic.page_table()[row, page // config.parts], page % config.parts
+        slots = v[layer, block, head, 16 * part : 16 * part + 16]
+        slots[~np.isnan(slots[:, 0])] = e if was_read else -e
+    step = synthetic.step(config, cache=cache._replace(v=jnp.asarray(v), value_norm=jnp.ones_like(cache.value_norm)))
+    true, reads = truth(step, 16), read_all(step, config)
+    change = np.linalg.norm(true.dense - true.out, axis=-1) / np.linalg.norm(true.out, axis=-1)
+    np.testing.assert_allclose(change, 2 * true.delta, rtol=1e-9)
+    omega = f64(step.weights.omega)[:, None]
+    lost, bound = (omega * change).sum((0, 2)), reads.x.sum((0, 2, 3))
+    assert (lost <= bound).all() and (bound <= 1.5 * lost).all()
 
 
 def test_outputs_and_sums_of_the_step_are_exact():
