@@ -343,6 +343,16 @@ def test_a_closed_pipe_is_quiet(shared, capsys, tmp_path, monkeypatch, flags):
     assert record["finish_reason"] == ("length" if flags else "interrupted")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device of Linux")
+def test_a_full_disk_is_a_sentence_and_the_certificate_still_comes(shared, capsys, monkeypatch):
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        code = cli.main([*TEXT, *DENSE])
+    lines = capsys.readouterr().err.splitlines()
+    assert (code, lines[0]) == (1, "error: stdout cannot be written: No space left on device.")
+    assert any(line.startswith("certificate: ") for line in lines[1:])
+
+
 def test_without_stderr_stdout_stays_clean(shared, capsys, monkeypatch, expected):
     monkeypatch.setattr(sys, "stderr", None)
     assert cli.main([*TEXT, *DENSE]) == 0

@@ -94,7 +94,8 @@ def main() -> None:
                     trials[name].append(found)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions["transformers"] = transformers.__version__
-    print(json.dumps({"versions": versions, "threads": torch.get_num_threads(), "trials": trials}))
+    settings = {"threads": torch.get_num_threads(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}
+    print(json.dumps({"versions": versions, **settings, "trials": trials}))
 
 
 if __name__ == "__main__":

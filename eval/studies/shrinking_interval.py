@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats import sampling
@@ -62,7 +63,7 @@ def intervals(key: jax.Array, data: Unknowns) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(low), np.asarray(high)
 
 
-def plot(low: np.ndarray, high: np.ndarray, truth: float, budget: float) -> plt.Figure:
+def plot(low: np.ndarray, high: np.ndarray, truth: float, budget: float) -> Figure:
     figure, axis = plt.subplots(figsize=(7, 3.8))
     reads = np.arange(low.size)
     axis.fill_between(reads, low, high, step="post", color=BLUE, alpha=0.25, label="95% interval, at all times at once")

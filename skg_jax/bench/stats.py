@@ -103,7 +103,7 @@ def _audit(args: Arguments, invert: bool) -> Callable:
     lower, upper, values = (jnp.asarray(v, jnp.float32) for v in (0 * x, cap, x))
     config = pooled.PooledConfig(rounds=(args.draws,), invert=invert)
     level = jnp.float32(-math.log(args.alpha))
-    run = jax.jit(lambda key, *arrays: pooled.audit(key, *arrays, budget, level, config=config))
+    run = jax.jit(lambda key, lo, hi, x: pooled.audit(key, lo, hi, x, budget, level, config=config))
     return lambda key: run(key, lower, jnp.maximum(upper, values), values)
 
 

@@ -50,13 +50,13 @@ def _main(args: Arguments) -> int:
 
 def _start(args: Arguments, prompt: str) -> Run:
     """Load the model and check the request. Raises ValueError, OSError."""
-    options = arguments.options(args)
-    from skg_jax import engine
-    from skg_jax.engine import compile_cache
-
-    compile_cache.enable()
-    dtype = None if args.dtype == "auto" else args.dtype
     with _at_once():
+        options = arguments.options(args)
+        from skg_jax import engine
+        from skg_jax.engine import compile_cache
+
+        compile_cache.enable()
+        dtype = None if args.dtype == "auto" else args.dtype
         loaded = engine.load(args.model, dtype, args.tokenizer, None if args.quiet else Progress())
         return loaded.start([prompt], options)
 
@@ -71,8 +71,8 @@ def _iterate(args: Arguments, run: Run) -> int:
                 write(piece.text)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        return READER_GONE
+    except OSError as error:
+        return _unwritten(error)
     except RuntimeError as error:  # of which jax's own is a kind
         if args.debug or "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -87,8 +87,8 @@ def _finish(args: Arguments, run: Run, code: int) -> int:
     notes = {"warnings": list(run.notes)}
     try:
         write(_ending(args, result, notes))
-    except BrokenPipeError:
-        code = READER_GONE
+    except OSError as error:
+        code = _unwritten(error)
     for error in (result.error, write_report(args.report, result.to_json(attempts=True) | notes)):
         if error:
             say(f"error: {error}")
@@ -97,6 +97,14 @@ def _finish(args: Arguments, run: Run, code: int) -> int:
         for line in footer(result):
             say(line)
     return code
+
+
+def _unwritten(error: OSError) -> int:
+    """The exit code when stdout takes no more: quiet when its reader has gone, as after `| head`."""
+    if isinstance(error, BrokenPipeError):
+        return READER_GONE
+    say(f"error: stdout cannot be written: {error.strerror}.")
+    return FAILED
 
 
 def _ending(args: Arguments, result: Result, notes: dict) -> str:

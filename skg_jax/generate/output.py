@@ -25,10 +25,10 @@ def say(line: str) -> None:
 
 
 def write(text: str) -> None:
-    """Text on stdout, at once. Raises BrokenPipeError, and keeps Python from raising it again at its end."""
+    """Text on stdout, at once. Raises OSError, and keeps Python from raising it again at its end."""
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
@@ -36,7 +36,7 @@ def write(text: str) -> None:
 class Progress:
     """A bar on stderr per stage, if stderr is a terminal; gone when the stage is over."""
 
-    LABELS = {"load": "Loading", "compile": "Compiling", "prefill": "Reading the prompt"}
+    LABELS = {"load": "Loading", "compile": "Compiling, once per size", "prefill": "Reading the prompt"}
 
     def __init__(self):
         self._stage, self._bar = "", None

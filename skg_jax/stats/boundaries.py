@@ -72,7 +72,7 @@ def normal_mixture_bound(
 def normal_log_mixture(s: Curve, v: Curve, rho: RealLike) -> Curve:
     """Log of the one-sided normal mixture: a half normal prior of precision rho on l > 0."""
     scale = v + rho
-    return 0.5 * jnp.log(4 * rho / scale) + s**2 / (2 * scale) + log_ndtr(s / jnp.sqrt(scale))
+    return 0.5 * jnp.log(4 * rho / scale) + s**2 / (2 * scale) + jnp.asarray(log_ndtr(s / jnp.sqrt(scale)))
 
 
 def gamma_exponential_mixture_bound(

@@ -8,7 +8,7 @@ References:
 import math
 from typing import Literal, NamedTuple
 
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 from scipy.stats import binomtest, norm
 
 type Side = Literal["two-sided", "less", "greater"]
@@ -50,8 +50,9 @@ def tango(only_first: int, only_second: int, pairs: int, alpha: float = 0.05) ->
     z = float(norm.isf(alpha / 2))
     observed = (only_first - only_second) / pairs
     at = lambda target: lambda delta: tango_score(delta, only_first, only_second, pairs) - target
-    low = -1.0 if observed == -1 else brentq(at(z), -1 + 1e-12, observed, xtol=1e-12)
-    high = 1.0 if observed == 1 else brentq(at(-z), observed, 1 - 1e-12, xtol=1e-12)
+    root = lambda target, *bracket: root_scalar(at(target), bracket=bracket, method="brentq", xtol=1e-12).root
+    low = -1.0 if observed == -1 else root(z, -1 + 1e-12, observed)
+    high = 1.0 if observed == 1 else root(-z, observed, 1 - 1e-12)
     return Interval(float(low), float(high))
 
 

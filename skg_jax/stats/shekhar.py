@@ -133,7 +133,8 @@ def update_batch(
     slot = jnp.where(valid, state.count + jnp.cumsum(valid) - 1, capacity)
     put = lambda whole, part: whole.at[slot].set(part.astype(whole.dtype), mode="drop")
     count = state.count + valid.sum(dtype=jnp.int32)
-    return ShekharState(*(put(a, b) for a, b in zip(state[:4], (z, removed, reach, room), strict=True)), count)
+    z, removed, reach, room = (put(a, b) for a, b in zip(state[:4], (z, removed, reach, room), strict=True))
+    return ShekharState(z, removed, reach, room, count)
 
 
 def stakes(

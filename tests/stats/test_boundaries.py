@@ -45,7 +45,8 @@ def test_curve_is_where_the_integrated_mixture_reaches_one_over_alpha(curve, ora
     rho, v = boundaries.best_rho(V_OPT, LEVEL), np.array([0.0, 0.3, 7.0, 60.0])
     with jax.enable_x64(True):
         got = np.asarray(curve(jnp.asarray(v), 0.01))
-    exact = [optimize.brentq(lambda s, at=at: oracle(s, at, rho) - np.log(100), 1e-9, 30 + at, xtol=1e-12) for at in v]
+    crossing = lambda at: lambda s: oracle(s, at, rho) - np.log(100)
+    exact = [optimize.root_scalar(crossing(at), bracket=(1e-9, 30 + at), xtol=1e-12).root for at in v]
     np.testing.assert_allclose(got, exact, rtol=1e-7)
 
 

@@ -79,7 +79,7 @@ def by_rule(lower: np.ndarray, upper: np.ndarray, truth: float) -> dict[str, int
 
 
 def allowed(reps: int, alpha: float = ALPHA) -> float:
-    return binom.ppf(0.999, reps, alpha)
+    return float(binom.ppf(0.999, reps, alpha))
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -98,7 +98,7 @@ def test_draws_without_replacement_to_exhaustion(module, name):
 @pytest.mark.parametrize("alpha", [0.1, 0.05, 0.01])
 @pytest.mark.parametrize("module", MODULES)
 def test_many_replications(module, alpha):
-    counts = dict.fromkeys((*LAWS, "needle", "half, shuffled"), 0)
+    counts: dict[str, int] = dict.fromkeys((*LAWS, "needle", "half, shuffled"), 0)
     for seed in range(20):
         for law in LAWS:
             counts[law] += excluded(module, *observations(law, REPS, seed), alpha=alpha)["ever"]

@@ -86,7 +86,7 @@ def test_enumeration_notices_rounds_booked_wrongly(fault):
     assert np.all(np.abs(means[2:] - 1) > 0.02)
 
 
-def audit_of(name, design="iid"):
+def audit_of(name, design: pooled.Design = "iid"):
     """(reports of many keys, truth, cap) with rounds of 20, 20 and 40 draws of 60 units."""
     pop = population(name)
     config = pooled.PooledConfig(design=design, rounds=(20, 20, 40), uniform_share=0.05, betting=COARSE)
