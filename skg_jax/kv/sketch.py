@@ -6,7 +6,7 @@ key the norm of what the code misses. For a query q and a key k with decoded cop
     |q.k - q.k^| <= min(|q| |k - k^|, sum_d |q_d| step_d / 2) + slack
 
 by Cauchy-Schwarz and by rounding to nearest. `slack` covers the float32 rounding of both dot products and of the
-exponentials; it scales with |q| times the norm of the key (a fixed one is broken by some heads of Qwen2.5). All stored
+exponentials; it scales with |q| times the norm of the key (a fixed one fails for keys large enough). All stored
 bounds are rounded outward. A block whose keys overflow float16 does not fit and gets no sketch.
 
 Codes of channels d and d + H/2 share a byte, so that unpacking is one concatenation.
