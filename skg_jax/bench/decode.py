@@ -97,17 +97,16 @@ def main(argv: Sequence[str]) -> int:
 
 def options(args: Arguments, mode: Mode) -> Options:
     """Options of a mode, the same but for the attention. Raises ValueError."""
-    from skg_jax.engine.options import Options, budget, default_tiers
+    from skg_jax.engine.options import Options, budget
     from skg_jax.guard import GuardConfig
 
-    pages = budget(args.pages)
     return Options(
         attention=mode,
         max_tokens=args.generation_tokens,
         selector=args.selector,
-        pages=pages,
+        pages=budget(args.pages),
         page_size=args.page_size,
-        guard=GuardConfig(tau=args.tau, alpha=args.alpha, tiers=default_tiers(pages)),
+        guard=GuardConfig(tau=args.tau, alpha=args.alpha),
         ignore_end=True,
     )
 

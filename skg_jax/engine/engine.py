@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import secrets
 import time
 import zlib
@@ -29,7 +28,6 @@ from skg_jax.selectors import get
 from skg_jax.tokenizer import Tokenizer
 
 UNKNOWN_MODEL_TAU = 0.25  # where no operating point was measured; said so by the command line
-_selector = functools.cache(get)  # equal selectors are the same functions, or every request would compile
 _STOP_SLOTS = 4  # end-token ids are padded to a multiple, so that models share programs
 
 type Progress = Callable[[str, int, int], None]
@@ -140,7 +138,7 @@ class Engine:
         context = self.model.config.max_context
         limits = [min(options.max_tokens, context - len(ids)) for ids in encoded]
         seed = secrets.randbits(32) if options.seed is None else options.seed
-        known = operating_point(self.model.name, options.guard, float(options.pages))
+        known = self._known_tau(options)
         tau = options.guard.tau or known or UNKNOWN_MODEL_TAU
         return Job(
             prompts=encoded,
@@ -153,6 +151,12 @@ class Engine:
             uncovered=self._uncovered(options),
             notes=tuple(self._notes(options, limits, known)),
         )
+
+    def _known_tau(self, options: Options) -> float | None:
+        """The model's operating point, which holds for the selector and page size that it was measured with."""
+        if (options.selector, options.page_size) != (Options.selector, Options.page_size):
+            return None
+        return operating_point(self.model.name, options.guard, float(options.pages))
 
     def _notes(self, options: Options, limits: list[int], known: float | None):
         if min(limits) < options.max_tokens:
@@ -180,7 +184,7 @@ class Engine:
         return Program(
             model=self.model.config,
             mode=options.attention,
-            selector=_selector(options.selector),
+            selector=get(options.selector),
             audit=options.guard.audit(options.page_size),
             greedy=options.greedy,
         )

@@ -105,12 +105,4 @@ def budget(text: str) -> float:
     return value / 100 if percent else value
 
 
-def default_tiers(pages: float) -> tuple[float, ...]:
-    """The tier after a first budget: two and a half times as much, or none where that is every page."""
-    if not 0 < pages < math.inf:  # refused by Options, with its own sentence
-        return ()
-    more = float(math.ceil(2.5 * pages)) if pages >= 1 else 2.5 * pages
-    return () if pages < 1 <= more else (more,)
-
-
 type FinishReason = Literal["stop", "length", "interrupted", "error"]

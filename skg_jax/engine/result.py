@@ -70,7 +70,8 @@ class Result:
             out["error"] = self.error
         if attempts:
             out["token_ids"] = list(self.token_ids)
-            out["options"] = dataclasses.asdict(self.options)
+            guard = self.options.guard.after(self.options.pages)  # with the tiers that were used
+            out["options"] = dataclasses.asdict(self.options) | {"guard": dataclasses.asdict(guard)}
             out["attempts"] = [_attempt_json(a) for a in self.attempts]
         return out
 

@@ -143,11 +143,11 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
 
 def options(args: Arguments) -> Options:
     """Checked options of the engine; imports jax. Raises ValueError with one sentence."""
-    from skg_jax.engine.options import Options, budget, default_tiers
+    from skg_jax.engine.options import Options, budget
     from skg_jax.guard import GuardConfig
 
     pages, tiers = budget(args.pages), args.guard.tiers
-    chosen = default_tiers(pages) if tiers == ("auto",) else tuple(map(budget, tiers))
+    chosen = None if tiers == ("auto",) else tuple(map(budget, tiers))
     guard: dict[str, Any] = vars(args.guard) | {"tiers": chosen}
     same = {f.name: getattr(args, f.name) for f in dataclasses.fields(Options) if hasattr(args, f.name)}
     changed: dict[str, Any] = {"pages": pages, "guard": GuardConfig(**guard)}

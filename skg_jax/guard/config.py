@@ -33,7 +33,8 @@ class GuardConfig:
       max_steps: decode steps that alpha is split over; None: as many as the request may take.
       spare_attempts: audited repetitions beyond one attempt per step; None: a quarter of max_steps, at least 8.
       spending: "uniform", equal shares; "ledger", shares per fallback with an equal floor.
-      tiers: page budgets tried after the first one, ascending; exact attention follows the last.
+      tiers: page budgets tried after the first one, ascending; exact attention follows the last. None: see
+        `default_tiers`.
       on_reject: what follows the last tier: "exact" attention, or "release" of the step without a certificate.
       residual: "mass", attention mass dropped; "output", bound on the relative change of the attention output.
       weights: of the heads in the residual: "uniform", "gain" (spectral norm of the head's output projection), or a
@@ -49,7 +50,7 @@ class GuardConfig:
     max_steps: int | None = None
     spare_attempts: int | None = None
     spending: Spending = "uniform"
-    tiers: tuple[float, ...] = (0.25,)
+    tiers: tuple[float, ...] | None = None
     on_reject: OnReject = "exact"
     residual: Residual = "mass"
     weights: str = "uniform"
@@ -67,7 +68,8 @@ class GuardConfig:
             raise ValueError(f"max_steps must be at least 1, not {self.max_steps}.")
         if self.spare_attempts is not None and self.spare_attempts < 0:
             raise ValueError(f"spare_attempts must be at least 0, not {self.spare_attempts}.")
-        if not all(_is_budget(t) for t in self.tiers) or list(self.tiers) != sorted(set(self.tiers)):
+        tiers = self.tiers or ()
+        if not all(_is_budget(t) for t in tiers) or list(tiers) != sorted(set(tiers)):
             raise ValueError(f"tiers must be positive, finite and strictly increasing, not {self.tiers}.")
         self.audit(page_size=16)  # refuses what AuditConfig refuses; the page size comes with the request
 
@@ -77,6 +79,10 @@ class GuardConfig:
             page_size=page_size, residual=self.residual, rate=self.audit_rate, rounds=self.rounds, design=self.design,
             bounds=self.bounds,
         )  # fmt: skip
+
+    def after(self, pages: float) -> GuardConfig:
+        """The same with its tiers named, for a first page budget."""
+        return self if self.tiers is not None else dataclasses.replace(self, tiers=default_tiers(pages))
 
     def plan(self, steps: int) -> tuple[spending.SpendingConfig, int]:
         """Split of alpha over a request of at most `steps` decode steps, and its spare attempts."""
@@ -91,11 +97,12 @@ class GuardConfig:
         Raises:
           ValueError: if the tiers do not all exceed the first budget.
         """
-        if self.tiers and self.tiers[0] <= pages:  # shares, below 1, come before counts
-            raise ValueError(f"every tier must exceed the first page budget {pages}, but the tiers are {self.tiers}.")
+        tiers = self.after(pages).tiers or ()
+        if tiers and tiers[0] <= pages:  # shares, below 1, come before counts
+            raise ValueError(f"every tier must exceed the first page budget {pages}, but the tiers are {tiers}.")
         plans = [self.plan(n) for n in steps]
         rows = len(steps)
-        budgets = jnp.asarray([pages, *self.tiers, math.inf], jnp.float32)
+        budgets = jnp.asarray([pages, *tiers, math.inf], jnp.float32)
         schedules = [spending.schedule(split) for split, _ in plans]
         return Policy(
             tau=jnp.full(rows, tau, jnp.float32),
@@ -104,6 +111,14 @@ class GuardConfig:
             to_exact=jnp.full(rows, self.on_reject == "exact"),
             schedule=jax.tree.map(lambda *xs: jnp.stack(xs), *schedules),
         )
+
+
+def default_tiers(pages: float) -> tuple[float, ...]:
+    """The tier after a first budget: two and a half times as much, or none where that is every page."""
+    if not _is_budget(pages):  # refused elsewhere, with its own sentence
+        return ()
+    more = float(math.ceil(2.5 * pages)) if pages >= 1 else 2.5 * pages
+    return () if pages < 1 <= more else (more,)
 
 
 def operating_point(model: str, config: GuardConfig, pages: float) -> float | None:

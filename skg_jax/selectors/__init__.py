@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from skg_jax.selectors.base import SelectContext, Selection, Selector
 from skg_jax.selectors.dense import dense
 from skg_jax.selectors.topk import topk
@@ -10,8 +12,9 @@ from skg_jax.selectors.topp import topp
 SELECTORS = {"dense": dense, "topk": topk, "topp": topp}
 
 
+@functools.cache
 def get(name: str) -> Selector:
-    """The selector of that name.
+    """The selector of that name, every time the same one: programs compare selectors by their functions.
 
     Raises:
       ValueError: if there is none.

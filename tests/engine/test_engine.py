@@ -159,6 +159,20 @@ def test_another_number_of_tiers_is_another_program(engine):
     assert engine.shape(unguarded).tiers == 2  # and tiers below the first budget do not matter
 
 
+def test_every_first_budget_can_be_asked_for_without_naming_tiers(engine):
+    for pages, tiers in ((0.1, [0.1, 0.25]), (0.5, [0.5]), (64.0, [64.0, 160.0])):
+        job = engine._job([[3]], dataclasses.replace(Options(), pages=pages))
+        np.testing.assert_allclose(job.requests.policy.budgets[0], [*tiers, np.inf])
+
+
+def test_an_operating_point_holds_for_what_it_was_measured_with(engine, monkeypatch):
+    monkeypatch.setattr("skg_jax.engine.engine.operating_point", lambda *_: 0.125)
+    assert engine._job([[3]], Options()).tau == 0.125
+    for other in (Options(selector="topp"), Options(page_size=32)):
+        job = engine._job([[3]], other)
+        assert job.tau == UNKNOWN_MODEL_TAU and "no operating point" in job.notes[0]
+
+
 # -- batches, seeds, interruptions ------------------------------------------------------------------------------------
 
 

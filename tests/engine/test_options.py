@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from skg_jax.engine.options import Options, RequestError, budget, default_tiers
-from skg_jax.guard import GuardConfig
+from skg_jax.engine.options import Options, RequestError, budget
+from skg_jax.guard import GuardConfig, default_tiers
 
 NAN, INF = math.nan, math.inf
 
@@ -68,8 +68,8 @@ def test_what_is_no_number_is_no_budget(text):
 
 @pytest.mark.parametrize("pages, tiers", [(0.1, (0.25,)), (0.5, ()), (0.4, ()), (64.0, (160.0,)), (1.0, (3.0,))])
 def test_the_default_tier_fits_every_first_budget(pages, tiers):
-    assert default_tiers(pages) == tiers
-    GuardConfig(tiers=tiers).policy(0.2, pages, [7])  # raises where it does not fit
+    assert default_tiers(pages) == tiers == GuardConfig().after(pages).tiers
+    GuardConfig().policy(0.2, pages, [7])  # raises where it does not fit
 
 
 @pytest.mark.parametrize("pages", [0.0, -0.5, INF, NAN])
