@@ -1,7 +1,8 @@
-"""Llama and Qwen2 forward pass: one `lax.scan` over stacked layers, plain nested dicts across the jit boundary.
+"""Llama and Qwen2 forward pass: one `lax.scan` over the layers, plain nested dicts across the jit boundary.
 
 Parameters are `{"embed": {"embedding" [V,D]}, "layers": {...each leaf [L,...]}, "norm": {"scale" [D]},
-"head": {"kernel" [D,V]}}`. Passing the dict costs about 70 us per dispatch, `nnx.jit` of the same model 112 ms.
+"head": {"kernel" [D,V]}}`, or the same with `unstack`ed layers: a tuple of L dicts. Passing the dict costs about 70 us
+per dispatch, `nnx.jit` of the same model 112 ms.
 """
 
 import functools
@@ -64,6 +65,31 @@ def init(config: ModelConfig, key: PRNGKeyArray, dtype=jnp.float32) -> Params:
     return params
 
 
+def unstack(params: Params) -> Params:
+    """Gives every layer arrays of its own. On a CPU the loop then multiplies with them where they lie (docs/adr/0006).
+
+    The stacked leaves are deleted on the way, so that a second copy of the model never exists.
+    """
+
+    def apart(leaf: Array) -> list[Array]:
+        parts = jax.block_until_ready([leaf[i] for i in range(leaf.shape[0])])
+        leaf.delete()
+        return parts
+
+    leaves, tree = jax.tree.flatten(params["layers"])
+    each = zip(*(apart(leaf) for leaf in leaves), strict=True)
+    return params | {"layers": tuple(jax.tree.unflatten(tree, layer) for layer in each)}
+
+
+def stacked(params: Params, *path: str) -> Any:
+    """The subtree `path` of all layers with leaves `[L, ...]`, whichever way they are kept."""
+    find = lambda tree: functools.reduce(lambda node, part: node[part], path, tree)
+    layers = params["layers"]
+    if isinstance(layers, tuple):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(find(layer) for layer in layers))
+    return find(layers)
+
+
 def hidden_states(
     params: Params,
     config: ModelConfig,
@@ -77,19 +103,32 @@ def hidden_states(
     `carry` goes through `attend` of layer 0, 1, ...: a cache held there is updated in place, whereas as an input and
     output of the scan it would be copied (256 ms against 74 ms a step in the prototype).
     """
-    graph, _ = _layer(config)
     cos, sin = rotation(config, positions)
 
-    def body(state, inputs):
-        (x, carry), (layer, weights) = state, inputs
-        module = nnx.merge(graph, weights)  # at trace time only
-        x, carry, y = module(x, cos, sin, functools.partial(attend, layer), carry)
-        return (x, carry), y
+    def body(state, layer):
+        x, carry = state
+        run = functools.partial(_with_layer, params["layers"], config, layer)
+        q, k, v = run(lambda module: module.before(x, cos, sin))
+        with jax.named_scope("attention"):
+            out, carry, y = attend(layer, q, k, v, carry)
+        return (run(lambda module: module.after(x, out)), carry), y
 
     x = params["embed"]["embedding"][tokens]
     # No unrolling: with `unroll` above one XLA copies the weights of every layer first, and a step takes far longer.
-    (x, carry), ys = jax.lax.scan(body, (x, carry), (jnp.arange(config.num_layers), params["layers"]))
+    (x, carry), ys = jax.lax.scan(body, (x, carry), jnp.arange(config.num_layers))
     return rms_norm(x, params["norm"]["scale"], config.norm_eps), carry, ys
+
+
+def _with_layer(layers: Any, config: ModelConfig, layer: Int[Array, ""], use: Callable[[DecoderLayer], Any]) -> Any:
+    """`use` of the module of a traced `layer`: weights cut out of the stack, or a switch between separate arrays.
+
+    The switch is for a CPU, where it costs nothing; a GPU would wait 18 us for the host at each.
+    """
+    graph, _ = _layer(config)
+    if isinstance(layers, tuple):
+        return jax.lax.switch(layer, [lambda w=w: use(nnx.merge(graph, w)) for w in layers])
+    cut = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+    return use(nnx.merge(graph, jax.tree.map(cut, layers)))  # leaves that `use` leaves alone are not cut
 
 
 def unembed(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... V"]:

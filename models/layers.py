@@ -1,13 +1,10 @@
-"""The modules of one decoder layer, authored in flax.nnx; `models.decoder` runs them stacked under one scan.
+"""The modules of one decoder layer, authored in flax.nnx; `models.decoder` runs all layers in one scan.
 
 They declare shapes and computation. Values and their dtype come from a file, or from `decoder.init`.
 
 Kernels are laid out `[in, out]`: a scan over stacked `[L, in, out]` float32 weights reads them 2.5 times faster on CPU
 than `[L, out, in]`, the layout of the files.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +14,7 @@ from jaxtyping import Array, Float
 from models.config import ModelConfig
 from models.rope import rotate
 
-# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], carry) -> (out [B,T,N,H], carry, y); q and k are already rotated.
-LayerAttend = Callable[[Array, Array, Array, Any], tuple[Array, Any, Any]]
+type QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 
 
 class RMSNorm(nnx.Module):
@@ -57,17 +53,15 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections around an attention that is given at the call: the module knows no cache and no policy."""
+    """Projections before and after an attention that is none of the module's business: no cache, no policy."""
 
     def __init__(self, config: ModelConfig):
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         self.q, self.k, self.v = (Linear((D,), (heads, H), bias=config.qkv_bias) for heads in (N, K, K))
         self.o = Linear((N, H), (D,))
 
-    def __call__(self, x: Float[Array, "B T D"], cos, sin, attend: LayerAttend, carry):
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        out, carry, y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, carry)
-        return self.o(out), carry, y
+    def __call__(self, x: Float[Array, "B T D"], cos, sin) -> QKV:
+        return rotate(self.q(x), cos, sin), rotate(self.k(x), cos, sin), self.v(x)
 
 
 class MLP(nnx.Module):
@@ -84,7 +78,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm residual layer: attention, then the feed-forward network."""
+    """Pre-norm residual layer in two halves: what comes before attention, and what comes after it."""
 
     def __init__(self, config: ModelConfig):
         self.attn_norm = RMSNorm(config)
@@ -92,9 +86,13 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
 
-    def __call__(self, x: Float[Array, "B T D"], cos, sin, attend: LayerAttend, carry):
-        with jax.named_scope("attention"):
-            out, carry, y = self.attn(self.attn_norm(x), cos, sin, attend, carry)
-        x = x + out
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), carry, y
+    @jax.named_scope("qkv")
+    def before(self, x: Float[Array, "B T D"], cos, sin) -> QKV:
+        """Queries, keys and values of the normed input, rotated."""
+        return self.attn(self.attn_norm(x), cos, sin)
+
+    @jax.named_scope("mlp")
+    def after(self, x: Float[Array, "B T D"], out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The layer's output, from its input and the attention's output."""
+        x = x + self.attn.o(out)
+        return x + self.mlp(self.mlp_norm(x))

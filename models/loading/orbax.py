@@ -8,7 +8,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from models.config import ModelConfig
-from models.decoder import Params, abstract
+from models.decoder import Params, abstract, stacked
 from models.errors import ModelError
 from models.loading.huggingface import read_json
 
@@ -37,7 +37,8 @@ def save(folder: Path, config: ModelConfig, params: Params, tokenizer: SavesToke
 
 
 def _stored(config: ModelConfig, params: Params) -> Params:
-    """A tied head is a copy of the embedding, so it is not stored."""
+    """Layers stacked; a tied head is a copy of the embedding, so it is not stored."""
+    params = params | {"layers": stacked(params)}
     return {name: value for name, value in params.items() if name != "head" or not config.tied_embeddings}
 
 

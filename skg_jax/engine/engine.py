@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import registry
+from models import decoder, registry
 from skg_jax import chat, tokenizer
 from skg_jax.decode import Program, Requests, Rows, decode_loop, prefill
 from skg_jax.decode.state import NO_TOKEN
@@ -211,7 +211,7 @@ class Engine:
     def _head_weights(self, options: Options):
         name = options.guard.weights
         if name not in self._weights:
-            self._weights[name] = head_weights(options.guard, self.model.params)
+            self._weights[name] = head_weights(options.guard, decoder.stacked(self.model.params, "attn", "o", "kernel"))
         return self._weights[name]
 
     def _uncovered(self, options: Options) -> tuple[tuple[int, int], ...]:
@@ -234,7 +234,10 @@ def load(
     name = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     watch = (lambda done, total: progress("load", done, total)) if progress else None
     loaded = registry.load(model, jnp.dtype(name), watch)
-    return Engine(loaded, tokenizer.load(tokenizer_path or loaded.path), progress)
+    tokens = tokenizer.load(tokenizer_path or loaded.path)
+    if jax.default_backend() == "cpu":
+        loaded = loaded._replace(params=decoder.unstack(loaded.params))
+    return Engine(loaded, tokens, progress)
 
 
 def _keys(prompts: Sequence[tuple[int, ...]], seed: int) -> jax.Array:

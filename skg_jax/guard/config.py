@@ -12,12 +12,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from skg_jax.audit import AuditConfig, Design, HeadWeights, Residual
 from skg_jax.guard.policy import Policy
 from skg_jax.kv.sketch import BoundKind
 from skg_jax.stats import spending
-from skg_jax.types import Params
 
 type Spending = Literal["uniform", "ledger"]
 type OnReject = Literal["exact", "release"]
@@ -131,13 +131,17 @@ def operating_point(model: str, config: GuardConfig, pages: float) -> float | No
     return next((row["tau"] for row in table["points"] if wanted.items() <= row.items()), None)
 
 
-def head_weights(config: GuardConfig, params: Params) -> tuple[HeadWeights, tuple[tuple[int, int], ...]]:
+def head_weights(
+    config: GuardConfig, kernel: Float[Array, "L N H D"]
+) -> tuple[HeadWeights, tuple[tuple[int, int], ...]]:
     """Known head weights, summing to one with those of uncovered heads; and which (layer, head) are uncovered.
+
+    Args:
+      kernel: output projections of all layers.
 
     Raises:
       ValueError: if the file cannot be read, has another shape, a negative or non-finite entry, or no positive one.
     """
-    kernel = params["layers"]["attn"]["o"]["kernel"]
     shape = kernel.shape[:2]
     covered = np.ones(shape, bool)
     if config.weights == "uniform":

@@ -45,24 +45,23 @@ def test_alpha_is_split_over_steps_and_spares():
 
 
 def test_head_weights_sum_to_one():
-    params = decoder.init(CONFIG, jax.random.key(1))
-    made = {name: head_weights(GuardConfig(weights=name), params) for name in ("uniform", "gain")}
+    kernel = decoder.init(CONFIG, jax.random.key(1))["layers"]["attn"]["o"]["kernel"]
+    made = {name: head_weights(GuardConfig(weights=name), kernel) for name in ("uniform", "gain")}
     for weights, missing in made.values():
         assert float(weights.omega.sum()) == pytest.approx(1, abs=1e-5)
         assert missing == () and float(weights.uncovered) == 0
-    kernel = np.asarray(params["layers"]["attn"]["o"]["kernel"], np.float64)
-    norms = np.linalg.norm(kernel, ord=2, axis=(2, 3))
+    norms = np.linalg.norm(np.asarray(kernel, np.float64), ord=2, axis=(2, 3))
     np.testing.assert_allclose(made["gain"][0].omega, norms / norms.sum(), rtol=1e-4)
     np.testing.assert_allclose(made["uniform"][0].omega, np.full(norms.shape, 1 / norms.size), rtol=1e-6)
 
 
 def test_head_weights_from_a_file(tmp_path):
-    params = decoder.init(CONFIG, jax.random.key(1))
+    kernel = decoder.init(CONFIG, jax.random.key(1))["layers"]["attn"]["o"]["kernel"]
     table: list[list[float | None]] = [list(row) for row in np.arange(1.0, 19.0).reshape(3, 6).tolist()]
     table[1][2] = None
     path = tmp_path / "weights.json"
     path.write_text(json.dumps(table))
-    weights, missing = head_weights(GuardConfig(weights=str(path)), params)
+    weights, missing = head_weights(GuardConfig(weights=str(path)), kernel)
     assert missing == ((1, 2),) and float(weights.omega[1, 2]) == 0
     assert float(weights.omega.sum() + weights.uncovered) == pytest.approx(1, abs=1e-5)
     rest = (sum(range(1, 19)) - 9) / 17
@@ -70,9 +69,9 @@ def test_head_weights_from_a_file(tmp_path):
     for bad, word in (([[1.0]], "shape"), ("x", "cannot read"), (np.full((3, 6), -1.0).tolist(), "finite numbers")):
         path.write_text(json.dumps(bad) if bad != "x" else "x")
         with pytest.raises(ValueError, match=word):
-            head_weights(GuardConfig(weights=str(path)), params)
+            head_weights(GuardConfig(weights=str(path)), kernel)
     with pytest.raises(ValueError, match="cannot read"):
-        head_weights(GuardConfig(weights=str(tmp_path / "none.json")), params)
+        head_weights(GuardConfig(weights=str(tmp_path / "none.json")), kernel)
 
 
 def test_operating_points_are_looked_up_by_what_they_were_measured_for():

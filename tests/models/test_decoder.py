@@ -95,6 +95,19 @@ def test_attend_sees_every_layer_in_turn_and_ys_are_stacked():
     assert ys["k"].shape == (3, 2, 5, 2, 10)
 
 
+def test_unstacked_layers_give_the_same_numbers_and_are_stacked_again():
+    params = decoder.init(CONFIG, jax.random.key(3))
+    tokens = np.arange(14).reshape(2, 7)
+    before = np.asarray(run.logits(params, CONFIG, tokens))
+    kept = jax.tree.map(np.asarray, params["layers"])
+    apart = decoder.unstack(params)
+    assert len(apart["layers"]) == CONFIG.num_layers
+    assert params["layers"]["mlp"]["up"]["kernel"].is_deleted()  # no second copy of the model
+    np.testing.assert_allclose(run.logits(apart, CONFIG, tokens), before, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, decoder.stacked(apart), kept)
+    np.testing.assert_array_equal(decoder.stacked(apart, "attn", "o", "kernel"), kept["attn"]["o"]["kernel"])
+
+
 def test_a_later_token_changes_nothing_before_it():
     params = decoder.init(CONFIG, jax.random.key(2))
     tokens = np.arange(14).reshape(2, 7)
