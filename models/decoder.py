@@ -114,17 +114,33 @@ def hidden_states(
         return (run(lambda module: module.after(x, out)), carry), y
 
     x = params["embed"]["embedding"][tokens]
-    # No unrolling: with `unroll` above one XLA copies the weights of every layer first, and a step takes far longer.
-    (x, carry), ys = jax.lax.scan(body, (x, carry), jnp.arange(config.num_layers))
+    loop = _unrolled if _unrolls(params) else jax.lax.scan
+    (x, carry), ys = loop(body, (x, carry), jnp.arange(config.num_layers))
     return rms_norm(x, params["norm"]["scale"], config.norm_eps), carry, ys
 
 
-def _with_layer(layers: Any, config: ModelConfig, layer: Int[Array, ""], use: Callable[[DecoderLayer], Any]) -> Any:
-    """`use` of the module of a traced `layer`: weights cut out of the stack, or a switch between separate arrays.
+def _unrolls(params: Params) -> bool:
+    """Separate arrays on a GPU: a scan there would wait for the host at every switch (docs/adr/0006)."""
+    return isinstance(params["layers"], tuple) and jax.default_backend() != "cpu"
+
+
+def _unrolled(body, state, layers: Int[Array, " L"]):
+    """`lax.scan` as a Python loop. (Its own `unroll` cuts the weights of all layers out of the stack first.)"""
+    ys = []
+    for i in range(layers.shape[0]):
+        state, y = body(state, i)
+        ys.append(y)
+    return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
+
+
+def _with_layer(layers: Any, config: ModelConfig, layer: Any, use: Callable[[DecoderLayer], Any]) -> Any:
+    """`use` of the module of one layer: a known number of separate arrays, a switch between them, or cut out of a stack.
 
     The switch is for a CPU, where it costs nothing; a GPU would wait 18 us for the host at each.
     """
     graph, _ = _layer(config)
+    if isinstance(layer, int):
+        return use(nnx.merge(graph, layers[layer]))
     if isinstance(layers, tuple):
         return jax.lax.switch(layer, [lambda w=w: use(nnx.merge(graph, w)) for w in layers])
     cut = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
