@@ -1,8 +1,9 @@
-"""Paged attention in XLA: one query token against chosen pages, or prefill chunks against all before them.
+"""Paged attention: one query token against chosen pages, or prefill chunks against all before them.
 
 Decoding returns its output with the log-sum-exp of the logits it read, so that partial results over disjoint pages
 merge exactly (`merge`). The loops have dynamic trip counts: what is not selected is not read, and a larger budget
-compiles nothing.
+compiles nothing. `sparse` and `dense` run as a Mosaic GPU kernel where the machine and the case allow it
+(`skg_jax.pallas.paged_decode`), and in XLA elsewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from skg_jax.kv.cache import PagedKVCache
+from skg_jax.pallas import dispatch
+from skg_jax.pallas.decode_config import DEFAULT, PagedDecodeConfig
+from skg_jax.pallas.dispatch import Implementation
+from skg_jax.pallas.paged_decode import paged_decode
 from skg_jax.selectors.base import Selection
 from skg_jax.types import BLOCK
 
@@ -36,39 +41,40 @@ def sparse(
     selection: Selection,
     length: Int[Array, " B"],
     page_size: int,
+    *,
+    implementation: Implementation | None = None,
+    config: PagedDecodeConfig = DEFAULT,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Attention of one token per sequence over the selected pages.
 
     Args:
       length: tokens in the cache, this one included; slots past it are never used, whatever they hold.
+      implementation: "mosaic_gpu", "xla", or None for the first that can.
+      config: of the kernel; `expected_pages` helps it to choose how many blocks share a list.
 
     Returns: output and log-sum-exp, float32. A row without pages gives zeros and a log-sum-exp below -1e29.
+
+    Raises:
+      NotImplementedError: if "mosaic_gpu" was asked for and cannot do the case.
     """
-    grouped = _group(q, cache.k.shape[2])
-    width = _CHUNK_TOKENS // page_size
-    padded = jnp.pad(selection.page_ids, ((0, 0), (0, 0), (0, width)))
-
-    def body(i, part):
-        ids = jax.lax.dynamic_slice_in_dim(padded, i * width, width, axis=2)
-        listed = i * width + jnp.arange(width) < selection.num_pages[..., None]
-        token = ids[..., None] * page_size + jnp.arange(page_size)
-        ok = listed[..., None] & (token < length[:, None, None, None])
-        k, v = (gather_pages(pool, cache, layer, ids, page_size) for pool in (cache.k, cache.v))
-        flat = lambda x: x.reshape(*x.shape[:2], width * page_size, *x.shape[4:])
-        return _absorb(part, grouped, flat(k), flat(v), flat(ok)[:, :, None])
-
-    trips = -(-selection.num_pages.max() // width)
-    return _finish(jax.lax.fori_loop(0, trips, body, _start(grouped)), q.shape)
+    where = cache.page_table, selection.page_ids, selection.num_pages, length, layer
+    kernel = lambda: paged_decode(q, cache.k, cache.v, *where, page_size=page_size, config=config)
+    return dispatch.choose(implementation, kernel, lambda: _sparse_xla(q, cache, layer, selection, length, page_size))
 
 
 def dense(
-    q: Float[Array, "B N H"], cache: PagedKVCache, layer: Int[Array, ""], length: Int[Array, " B"]
+    q: Float[Array, "B N H"],
+    cache: PagedKVCache,
+    layer: Int[Array, ""],
+    length: Int[Array, " B"],
+    *,
+    implementation: Implementation | None = None,
+    config: PagedDecodeConfig = DEFAULT,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Attention of one token per sequence over everything in its cache; see `sparse`."""
-    grouped = _group(q, cache.k.shape[2])
-    visible = lambda token: (token < length[:, None])[:, None, None]
-    part = _over_blocks(grouped, cache, layer, length, visible)
-    return _finish(part, q.shape)
+    where = cache.page_table, None, None, length, layer
+    kernel = lambda: paged_decode(q, cache.k, cache.v, *where, page_size=BLOCK, config=config)
+    return dispatch.choose(implementation, kernel, lambda: _dense_xla(q, cache, layer, length))
 
 
 def prefill(
@@ -103,6 +109,31 @@ def gather_pages(pool, cache: PagedKVCache, layer, page_ids: Int[Array, "B K n"]
     head = jnp.arange(heads)[:, None]
     flat = ((layer * blocks + block) * heads + head) * parts + page_ids % parts
     return pool.reshape(layers * blocks * heads * parts, page_size, dim)[flat]
+
+
+def _sparse_xla(q, cache: PagedKVCache, layer, selection: Selection, length, page_size: int):
+    grouped = _group(q, cache.k.shape[2])
+    width = _CHUNK_TOKENS // page_size
+    padded = jnp.pad(selection.page_ids, ((0, 0), (0, 0), (0, width)))
+
+    def body(i, part):
+        ids = jax.lax.dynamic_slice_in_dim(padded, i * width, width, axis=2)
+        listed = i * width + jnp.arange(width) < selection.num_pages[..., None]
+        token = ids[..., None] * page_size + jnp.arange(page_size)
+        ok = listed[..., None] & (token < length[:, None, None, None])
+        k, v = (gather_pages(pool, cache, layer, ids, page_size) for pool in (cache.k, cache.v))
+        flat = lambda x: x.reshape(*x.shape[:2], width * page_size, *x.shape[4:])
+        return _absorb(part, grouped, flat(k), flat(v), flat(ok)[:, :, None])
+
+    trips = -(-selection.num_pages.max() // width)
+    return _finish(jax.lax.fori_loop(0, trips, body, _start(grouped)), q.shape)
+
+
+def _dense_xla(q, cache: PagedKVCache, layer, length):
+    grouped = _group(q, cache.k.shape[2])
+    visible = lambda token: (token < length[:, None])[:, None, None]
+    part = _over_blocks(grouped, cache, layer, length, visible)
+    return _finish(part, q.shape)
 
 
 def _over_blocks(grouped, cache, layer, length, visible) -> Partial:

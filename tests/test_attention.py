@@ -88,7 +88,9 @@ def as_selection(chosen: np.ndarray, seed: int = 4) -> Selection:
     for at in np.ndindex(*chosen.shape[:2]):
         pages = np.flatnonzero(chosen[at])
         ids[at][: pages.size] = pages
-    return Selection(jnp.asarray(ids), jnp.asarray(chosen.sum(-1), jnp.int32))
+    return Selection(
+        page_ids=jnp.asarray(ids), num_pages=jnp.asarray(chosen.sum(-1), jnp.int32), read=jnp.asarray(chosen)
+    )
 
 
 def check(found, expected, rtol: float = 2e-5):
@@ -183,10 +185,14 @@ def test_pages_past_the_length_are_masked_even_when_they_fill_the_first_thousand
     k, v = tokens()
     chosen = random_pages(16)
     selection = as_selection(chosen)
-    ids, count = (np.array(x) for x in selection)
+    ids, count = (np.array(x) for x in (selection.page_ids, selection.num_pages))
     pages = chosen.shape[2]
     ahead = np.broadcast_to(np.int32(pages - 1), (B, K, pages))  # the last page of the table: both rows end before it
-    longer = Selection(jnp.asarray(np.concatenate([ahead, ids], axis=2)), jnp.asarray(count + pages))
+    longer = Selection(
+        page_ids=jnp.asarray(np.concatenate([ahead, ids], axis=2)),
+        num_pages=jnp.asarray(count + pages),
+        read=jnp.asarray(np.pad(chosen, ((0, 0), (0, 0), (pages, 0)))),
+    )
     found = sparse(queries(8), paged(k, v), LAYER, longer, LENGTHS, 16)
     check(found, sparse(queries(8), paged(k, v), LAYER, selection, LENGTHS, 16), rtol=1e-6)
 

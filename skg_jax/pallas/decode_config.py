@@ -1,0 +1,72 @@
+"""Configuration of the paged decode kernel: tile sizes, how lists are split, what fits into shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from skg_jax.pallas import smem
+
+MULTIPROCESSORS = 132  # of an H100 or H200
+RESIDENT = 2  # blocks that a multiprocessor holds at head dim 128; they hide each other's softmax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedDecodeConfig:
+    """How the kernel runs; the result does not depend on it but for rounding. Static, hashable."""
+
+    tile: int = 64
+    """Tokens per step of the softmax: 64 or 128."""
+    stages: int = 3
+    """Tiles of K and V in flight per block."""
+    splits: int | None = None
+    """Blocks that share one list; None: `pick_splits`."""
+    expected_pages: int | None = None
+    """Pages that a list usually holds, where its capacity says little; None: the capacity."""
+    uneven: bool = False
+    """Whether lists differ much in length: several waves of smaller blocks then balance the load."""
+
+    def __post_init__(self):
+        if self.tile not in (64, 128):
+            raise ValueError(f"tile is {self.tile}; wgmma has 64 rows: 64 or 128.")
+        for name in ("stages", "splits", "expected_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+
+
+DEFAULT = PagedDecodeConfig()
+
+
+def pick_splits(batch: int, kv_heads: int, tokens: int, config: PagedDecodeConfig) -> int:
+    """Blocks per list: about one wave of blocks for lists of equal length, about four for uneven ones.
+
+    Args:
+      tokens: of a list. Every block gets at least two tiles, so that loading and arithmetic overlap.
+    """
+    if config.splits is not None:
+        return config.splits
+    wave = MULTIPROCESSORS * RESIDENT * (4 if config.uneven else 1)
+    most = 16 if config.uneven else 32
+    return max(1, min(round(wave / (batch * kv_heads)), most, tokens // (2 * config.tile)))
+
+
+def columns_of(group: int) -> int:
+    """wgmma's N for a group of query heads: 8 or 16."""
+    return 8 if group <= 8 else 16
+
+
+def shared_memory(config: PagedDecodeConfig, head_dim: int, group: int, dtype, out_dtype) -> dict[str, int]:
+    """Bytes of shared memory that a block asks for, item by item."""
+    columns, ring = columns_of(group), (config.stages, config.tile, head_dim)
+    return {
+        "q": smem.nbytes((columns, head_dim), dtype),
+        "p": smem.nbytes((columns, config.tile), dtype),
+        "k": smem.nbytes(ring, dtype),
+        "v": smem.nbytes(ring, dtype),
+        "rows": smem.nbytes((columns, head_dim), out_dtype),
+        "numbers": smem.nbytes((columns,), jnp.float32),
+        "reduction": smem.REDUCTION,
+        "barriers": smem.BARRIER * (1 + 4 * config.stages),
+    }
