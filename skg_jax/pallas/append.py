@@ -18,7 +18,6 @@ from skg_jax.types import BLOCK
 _ROUND_UP = 1.0 + 1e-5  # more than float32 loses in a norm of 128 channels
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
 def append(
     pool_k: Float[Array, "L P K 64 H"],
     pool_v: Float[Array, "L P K 64 H"],
@@ -45,6 +44,12 @@ def append(
       NotImplementedError: for a dtype or head dim that the kernel does not know.
     """
     _check(pool_k, pool_v)
+    where = page_table, position, jnp.asarray(layer, jnp.int32).reshape(1)
+    return _append(pool_k, pool_v, key_norm, k, v, where, dispatch.interpret(interpret) is not None)
+
+
+@functools.partial(jax.jit, static_argnums=6)
+def _append(pool_k, pool_v, key_norm, k, v, where, interpreted: bool):
     layers, blocks, heads, _, dim = pool_k.shape
     refs = [
         jax.new_ref(pool_k.reshape(layers * blocks, heads, BLOCK, dim)),
@@ -52,8 +57,7 @@ def append(
         jax.new_ref(key_norm.reshape(layers * blocks, heads)),
     ]
     tokens = (x.astype(pool_k.dtype) for x in (k, v))
-    where = page_table, position, jnp.asarray(layer, jnp.int32).reshape(1)
-    _launch(refs, tokens, where, blocks, dispatch.interpret(interpret))
+    _launch(refs, tokens, where, blocks, dispatch.interpret(interpreted))
     return tuple(jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, (pool_k, pool_v, key_norm), strict=True))
 
 

@@ -39,7 +39,6 @@ from skg_jax.types import BLOCK, PAGE_SIZES
 _TINY = 1e-37
 
 
-@functools.partial(jax.jit, static_argnames=("page_size", "config", "out_dtype", "interpret"))
 def paged_decode(
     q: Float[Array, "B N H"],
     k: Float[Array, "L P K 64 H"],
@@ -57,7 +56,7 @@ def paged_decode(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Attention of one token per sequence over the listed pages, or over all of them.
 
-    Compiled once per shape: call it as it is, inside or outside of a jit, once per layer.
+    Lowered once per shape, however often it is called: once per layer is fine, inside or outside of a jit.
 
     Args:
       q, k, v: of one dtype, bfloat16 or float16. The pools are passed whole; only listed pages are read.
@@ -74,16 +73,21 @@ def paged_decode(
       NotImplementedError: for a dtype, head dim, group or page size that the kernel does not know, or a configuration
         that exceeds the shared memory of a block.
     """
-    group = q.shape[1] // k.shape[2]
-    _check(q, k, v, group, page_size, config, out_dtype)
+    _check(q, k, v, page_size, config, out_dtype)
     spec = _spec(q, k, page_table, page_ids, page_size, config)
-    slabs = lambda pool: pool.reshape(-1, page_size, pool.shape[-1])
     lists = () if page_ids is None else (page_ids.reshape(spec.pairs, -1), num_pages.reshape(spec.pairs))
     where = (page_table, length, jnp.asarray(layer, jnp.int32).reshape(1), *lists)
-    launch = _launch(spec, q.dtype, out_dtype, dispatch.interpret(interpret))
+    return _decode(q, k, v, where, spec, out_dtype, dispatch.interpret(interpret) is not None)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _decode(q, k, v, where, spec: Spec, out_dtype, interpreted: bool):
+    interpret = dispatch.interpret(interpreted)
+    slabs = lambda pool: pool.reshape(-1, spec.page, spec.head_dim)
+    launch = _launch(spec, q.dtype, out_dtype, interpret)
     out, lse = launch(_pad_group(q, spec), slabs(k), slabs(v), *where)
     if spec.splits > 1:
-        out, lse = merge_splits(out, lse, group, out_dtype, dispatch.interpret(interpret))
+        out, lse = merge_splits(out, lse, spec.group, out_dtype, interpret)
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
 
@@ -159,7 +163,8 @@ class Ring(NamedTuple):
     v_free: Any
 
 
-def _check(q, k, v, group: int, page_size: int, config: PagedDecodeConfig, out_dtype) -> None:
+def _check(q, k, v, page_size: int, config: PagedDecodeConfig, out_dtype) -> None:
+    group = q.shape[1] // k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
         raise NotImplementedError(
             f"Paged decode takes q, k and v of one dtype, bfloat16 or float16, not {q.dtype}, {k.dtype}, {v.dtype}."
