@@ -14,12 +14,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from skg_jax.kv.sketch import PageScores
 
+LOG_FLOOR = -64.0
+WHOLE = 2**30  # a share of one, where shares are added: as integers every order gives the same sum
+
 
 class Selection(NamedTuple):
-    """Pages to read, per sequence and KV head, in ascending order; entries past `num_pages` are meaningless."""
+    """Pages to read, per sequence and KV head: as a list and as a mask of the same pages."""
 
-    page_ids: Int[Array, "B K M"]
+    page_ids: Int[Array, "B K M"]  # ascending; entries past `num_pages` are meaningless
     num_pages: Int[Array, "B K"]
+    read: Bool[Array, "B K M"]
 
 
 class SelectContext(NamedTuple):
@@ -44,15 +48,23 @@ def valid_pages(ctx: SelectContext) -> Bool[Array, "B M"]:
     return jnp.arange(ctx.must_read.shape[-1]) < ctx.total_pages[:, None]
 
 
+def forced_pages(ctx: SelectContext) -> Bool[Array, "B M"]:
+    """Pages in use that must be read."""
+    return ctx.must_read & valid_pages(ctx)
+
+
 def estimated_share(ctx: SelectContext) -> Float[Array, "B K M"]:
     """Estimated attention mass of each page, averaged over the query heads of the group.
 
-    Sums to one over the pages, or to less where a head has no page with an estimate.
+    Sums to one over the pages, or to less where a head has no page with an estimate, or one that is not a number: it
+    has no say then. A page below exp(LOG_FLOOR) of the head's best counts as nothing, so that no share is a denormal
+    number, which machines treat differently.
     """
     estimate = jnp.where(valid_pages(ctx)[:, None, None], ctx.scores.estimate, -jnp.inf)
-    top = estimate.max(-1, keepdims=True)
-    mass = jnp.exp(estimate - jnp.where(jnp.isfinite(top), top, 0.0))
-    return (mass / jnp.maximum(mass.sum(-1, keepdims=True), 1e-30)).mean(2)
+    below_best = estimate - estimate.max(-1, keepdims=True)
+    mass = jnp.where(below_best >= LOG_FLOOR, jnp.exp(below_best), 0.0)
+    share = mass * (1.0 / jnp.maximum(mass.sum(-1, keepdims=True), 1.0))  # the best page alone is 1
+    return share.sum(2) * (1.0 / estimate.shape[2])
 
 
 def take(ctx: SelectContext, wanted: Bool[Array, "B K M"]) -> Selection:
@@ -63,13 +75,4 @@ def take(ctx: SelectContext, wanted: Bool[Array, "B K M"]) -> Selection:
     read = (wanted | ctx.must_read[:, None]) & valid_pages(ctx)[:, None]
     pages = jnp.arange(read.shape[-1], dtype=jnp.int32)
     order = jnp.sort(jnp.where(read, pages, read.shape[-1]), axis=-1)
-    return Selection(jnp.minimum(order, read.shape[-1] - 1), read.sum(-1, dtype=jnp.int32))
-
-
-def mask_of(selection: Selection) -> Bool[Array, "B K M"]:
-    """Boolean form of a selection."""
-    pages = selection.page_ids.shape[-1]
-    listed = jnp.arange(pages) < selection.num_pages[..., None]
-    at = jnp.where(listed, selection.page_ids, pages)
-    b, k = jnp.indices(at.shape[:2], sparse=True)
-    return jnp.zeros(at.shape, bool).at[b[..., None], k[..., None], at].set(True, mode="drop")
+    return Selection(jnp.minimum(order, read.shape[-1] - 1), read.sum(-1, dtype=jnp.int32), read)

@@ -8,22 +8,32 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from skg_jax.selectors.base import SelectContext, Selector, estimated_share, take
+from skg_jax.pallas import dispatch, select
+from skg_jax.pallas.dispatch import Implementation
+from skg_jax.selectors.base import SelectContext, Selection, Selector, estimated_share, forced_pages, take
 
 
-def topk() -> Selector:
+def topk(implementation: Implementation | None = None) -> Selector:
     """Budget below 1: fraction of the pages in use; from 1 up: number of pages; inf: all of them.
 
     Pages that must be read count towards the budget.
+
+    Args:
+      implementation: None takes the kernel on a GPU that has it. It differs from "xla" by the rounding of the shares.
     """
 
-    def select(ctx, state, budget):
-        share = jnp.where(ctx.must_read[:, None], jnp.inf, estimated_share(ctx))
-        # rank of each page by descending share; ties go to the lower page id, so exactly n pages are taken
-        rank = jnp.argsort(jnp.argsort(-share, axis=-1, stable=True), axis=-1)
-        return take(ctx, rank < page_count(ctx, budget)[:, None, None]), state
+    def choose(ctx, state, budget):
+        kernel = lambda: Selection(*select.topk(ctx.scores.estimate, ctx.must_read, ctx.total_pages, budget))
+        return dispatch.choose(implementation, kernel, lambda: largest(ctx, budget)), state
 
-    return Selector("topk", lambda: (), select)
+    return Selector("topk", lambda: (), choose)
+
+
+def largest(ctx: SelectContext, budget: Float[Array, " B"]) -> Selection:
+    """The pages of largest share, as many as the budget buys; ties go to the lower page id."""
+    share = jnp.where(forced_pages(ctx)[:, None], jnp.inf, estimated_share(ctx))
+    rank = jnp.argsort(jnp.argsort(-share, axis=-1, stable=True), axis=-1)
+    return take(ctx, rank < page_count(ctx, budget)[:, None, None])
 
 
 def page_count(ctx: SelectContext, budget: Float[Array, " B"]) -> Int[Array, " B"]:

@@ -7,20 +7,33 @@ estimates.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from skg_jax.selectors.base import Selector, estimated_share, take
+from skg_jax.pallas import dispatch, select
+from skg_jax.pallas.dispatch import Implementation
+from skg_jax.selectors.base import WHOLE, SelectContext, Selection, Selector, estimated_share, forced_pages, take
 
 
-def topp() -> Selector:
-    """Budget: p in (0, 1), the share of estimated mass to keep; 1 or more: every page."""
+def topp(implementation: Implementation | None = None) -> Selector:
+    """Budget: p in (0, 1), the share of estimated mass to keep; 1 or more: every page.
 
-    def select(ctx, state, budget):
-        share = estimated_share(ctx)
-        order = jnp.argsort(-jnp.where(ctx.must_read[:, None], jnp.inf, share), axis=-1, stable=True)
-        ordered = jnp.take_along_axis(share, order, axis=-1)
-        before = jnp.cumsum(ordered, axis=-1) - ordered  # mass kept before this page is added
-        rank = jnp.argsort(order, axis=-1)
-        p = budget[:, None, None]
-        return take(ctx, (jnp.take_along_axis(before, rank, axis=-1) < p) | (p >= 1)), state
+    Args:
+      implementation: None takes the kernel on a GPU that has it. It differs from "xla" by the rounding of the shares.
+    """
 
-    return Selector("topp", lambda: (), select)
+    def choose(ctx, state, budget):
+        kernel = lambda: Selection(*select.topp(ctx.scores.estimate, ctx.must_read, ctx.total_pages, budget))
+        return dispatch.choose(implementation, kernel, lambda: smallest(ctx, budget)), state
+
+    return Selector("topp", lambda: (), choose)
+
+
+def smallest(ctx: SelectContext, p: Float[Array, " B"]) -> Selection:
+    """The fewest pages, by descending share, that hold a share p; ties go to the lower page id."""
+    share = estimated_share(ctx)
+    order = jnp.argsort(-jnp.where(forced_pages(ctx)[:, None], jnp.inf, share), axis=-1, stable=True)
+    ordered = jnp.take_along_axis((share * WHOLE + 0.5).astype(jnp.int32), order, axis=-1)
+    ahead = jnp.cumsum(ordered, axis=-1) - ordered  # mass kept before this page is added
+    rank = jnp.argsort(order, axis=-1)
+    limit = jnp.ceil(jnp.minimum(p, 1.0) * WHOLE)[:, None, None].astype(jnp.int32)
+    return take(ctx, (jnp.take_along_axis(ahead, rank, axis=-1) < limit) | (p >= 1)[:, None, None])

@@ -27,12 +27,12 @@ def share_of(ctx: SelectContext) -> np.ndarray:
 
 
 def listed(selection: Selection) -> list[list[list[int]]]:
-    """Page ids of each row and head; checks that they are distinct, in range and ascending."""
-    ids, counts = (np.asarray(x) for x in selection)
+    """Page ids of each row and head; checks that they are distinct, in range, ascending, and the mask's."""
+    ids, counts, read = (np.asarray(x) for x in selection)
     rows = [[ids[b, k, : counts[b, k]].tolist() for k in range(ids.shape[1])] for b in range(ids.shape[0])]
-    for row in rows:
-        for pages in row:
-            assert pages == sorted(set(pages)) and all(0 <= page < ids.shape[2] for page in pages)
+    for b, row in enumerate(rows):
+        for k, pages in enumerate(row):
+            assert pages == np.flatnonzero(read[b, k]).tolist()
     return rows
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from skg_jax import selectors
-from skg_jax.selectors import Selection, dense
-from skg_jax.selectors.base import estimated_share, mask_of, take
+from skg_jax.selectors import dense
+from skg_jax.selectors.base import LOG_FLOOR, estimated_share, take
 from tests.selectors.contexts import context, jitted, listed, share_of
 
 B, K, G, M = 2, 3, 2, 19
@@ -21,14 +21,8 @@ def random_mask(seed: int, density: float) -> np.ndarray:
 def test_a_mask_and_its_list_are_the_same_set(density):
     wanted = random_mask(1, density)
     selection = jax.jit(take)(context(np.zeros((B, K, G, M)), (M, M)), wanted)
-    np.testing.assert_array_equal(mask_of(selection), wanted)
+    np.testing.assert_array_equal(selection.read, wanted)
     assert listed(selection) == [[np.flatnonzero(head).tolist() for head in row] for row in wanted]
-
-
-def test_entries_past_the_count_mean_nothing():
-    ids = jnp.asarray([[[4, 1, 0, 5, -3, 10**6], [0, 0, 0, 0, 0, 0]]], jnp.int32)
-    found = np.asarray(mask_of(Selection(ids, jnp.asarray([[2, 0]], jnp.int32))))
-    np.testing.assert_array_equal(np.argwhere(found), [[0, 0, 1], [0, 0, 4]])
 
 
 def test_wanted_pages_past_the_end_are_dropped_and_the_partial_page_comes_last():
@@ -47,6 +41,25 @@ def test_estimated_shares_are_those_of_a_softmax_over_pages_in_use():
     ctx = context(estimate, (M, 9))
     np.testing.assert_allclose(estimated_share(ctx), share_of(ctx), rtol=3e-5, atol=1e-9)
     np.testing.assert_allclose(np.asarray(estimated_share(ctx)).sum(-1), 1, rtol=1e-5)
+
+
+def test_a_head_without_a_usable_estimate_has_no_say():
+    estimate = np.random.default_rng(4).normal(size=(B, K, G, M))
+    for nothing in (
+        np.full(M, -np.inf),
+        np.where(np.arange(M) == 3, np.nan, 0.0),
+        np.where(np.arange(M) < 2, np.inf, 0),
+    ):
+        estimate[0, 1, 1] = nothing
+        share = np.asarray(estimated_share(context(estimate, (M, M))))
+        alone = context(estimate[:, :, :1], (M, M))
+        np.testing.assert_allclose(share[0, 1], np.asarray(estimated_share(alone))[0, 1] / G, rtol=1e-6)
+
+
+def test_pages_far_below_the_best_have_no_share_and_no_denormal_number_remains():
+    estimate = np.arange(M) * LOG_FLOOR / (M - 2)  # the last page but one lies at the floor, the last below it
+    share = np.asarray(estimated_share(context(np.broadcast_to(estimate, (B, K, G, M)), (M, M))))
+    assert share[..., -1].max() == 0 and share[..., :-1].min() > np.finfo(np.float32).tiny
 
 
 def test_dense_reads_every_page_whatever_the_budget():

@@ -1,0 +1,200 @@
+"""The selection kernel: interpreted against its XLA twin, lowered for sm_90, its lane-level code on emulated lanes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skg_jax import selectors
+from skg_jax.pallas import lanes, select
+from skg_jax.pallas.select import SelectConfig
+from skg_jax.pallas.shapes import SELECT_SHAPES
+from skg_jax.selectors import Selection
+from tests.pallas import emulated
+from tests.pallas import select_cases as cases
+from tests.pallas.decode_cases import races_found
+
+B, K, G, M = 3, 2, 2, 101
+TOTAL = (M, 40, 1)
+KERNELS = {"topk": select.topk, "topp": select.topp}
+
+
+@functools.cache
+def compiled(name: str, implementation: str):
+    """(ctx, budget) -> Selection."""
+    if implementation == "xla":
+        return jax.jit(lambda ctx, budget: selectors.SELECTORS[name]("xla").select(ctx, (), budget)[0])
+    kernel = functools.partial(KERNELS[name], interpret=True)
+    run = lambda ctx, budget: Selection(*kernel(ctx.scores.estimate, ctx.must_read, ctx.total_pages, budget))
+    return jax.jit(run)
+
+
+def same(name: str, ctx, budget) -> Selection:
+    """The kernel's selection, which is the twin's, without a race."""
+    found, twin = (compiled(name, which)(ctx, budget) for which in ("kernel", "xla"))
+    for ours, theirs in zip(found, twin, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert cases.consistent(found) and not races_found()
+    return found
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("budget", [7.0, 0.1, np.inf])
+def test_the_kernel_takes_the_pages_of_its_twin(kind, budget):
+    same("topk", cases.make(kind, (B, K, G, M), TOTAL), cases.budgets(budget, B))
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("p", [0.5, 0.97, 1.0])
+def test_the_kernel_keeps_the_mass_of_its_twin(kind, p):
+    same("topp", cases.make(kind, (B, K, G, M), TOTAL), cases.budgets(p, B))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_forced_pages_are_read_whatever_the_budget(name):
+    for forced in (0.5, 1.0):
+        ctx = cases.make("random", (B, K, G, M), TOTAL, forced=forced)
+        found = same(name, ctx, cases.budgets(0.05, B))
+        in_use = np.arange(M) < np.asarray(TOTAL)[:, None]
+        must = np.asarray(ctx.must_read) & in_use
+        assert np.asarray(found.read)[np.broadcast_to(must[:, None], (B, K, M))].all()
+        if forced == 1:
+            np.testing.assert_array_equal(found.num_pages, np.repeat(np.asarray(TOTAL)[:, None], K, axis=1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 39, 40, 41, 100, 101, 102])
+def test_exactly_the_pages_that_the_budget_buys(count):
+    ctx = cases.make("tied", (B, K, G, M), TOTAL, forced=0)
+    found = same("topk", ctx, cases.budgets(count, B))
+    np.testing.assert_array_equal(found.num_pages, np.minimum(count, np.asarray(TOTAL))[:, None].repeat(K, axis=1))
+
+
+def test_rows_have_budgets_and_lengths_of_their_own():
+    ctx = cases.make("random", (B, K, G, M), TOTAL, forced=0)
+    found = same("topk", ctx, jnp.asarray([0.25, 11, np.inf], jnp.float32))
+    np.testing.assert_array_equal(found.num_pages, [[26] * K, [11] * K, [1] * K])
+
+
+def test_a_head_that_is_not_a_number_has_no_say_and_the_others_do():
+    ctx = cases.make("random", (B, K, G, M), (M, M, M), forced=0)
+    broken = ctx.scores._replace(estimate=ctx.scores.estimate.at[:, :, 1, 5].set(jnp.nan))
+    found = same("topk", ctx._replace(scores=broken), cases.budgets(9, B))
+    np.testing.assert_array_equal(found.num_pages, 9)
+
+
+def test_an_unused_row_reads_nothing():
+    found = same("topk", cases.make("random", (B, K, G, M), (0, M, 3), forced=1.0), cases.budgets(5, B))
+    np.testing.assert_array_equal(found.num_pages, [[0] * K, [M] * K, [3] * K])
+
+
+def test_selectors_choose_their_implementation():
+    ctx, budget = cases.make("random", (1, 1, 1, 9), (9,)), cases.budgets(0.4, 1)
+    for name in KERNELS:
+        by_default, twin = (selectors.SELECTORS[name](x).select(ctx, (), budget)[0] for x in (None, "xla"))
+        for ours, theirs in zip(by_default, twin, strict=True):  # on a CPU the default is the twin
+            np.testing.assert_array_equal(ours, theirs)
+    lowered = jax.jit(lambda ctx: selectors.topk("mosaic_gpu").select(ctx, (), budget)[0]).trace(ctx)
+    assert "select_pages_by_count" in str(lowered.jaxpr)
+    with pytest.raises(NotImplementedError, match="at most 16384 pages of a row, not 16385"):
+        selectors.topk("mosaic_gpu").select(cases.make("equal", (1, 1, 1, 16385), (9,)), (), cases.budgets(1, 1))
+
+
+def lower(batch: int, kv_heads: int, groups: int, pages: int, kernel=select.topk, config=None):
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((batch, kv_heads, groups, pages), jnp.float32), shape((batch, pages), bool),
+        shape((batch,), jnp.int32), shape((batch,), jnp.float32),
+    )  # fmt: skip
+    run = jax.jit(functools.partial(kernel, config=config, interpret=False))
+    return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", SELECT_SHAPES)
+def test_every_named_shape_lowers_for_hopper_in_one_launch(name):
+    s = SELECT_SHAPES[name]
+    text = lower(s.batch, s.kv_heads, s.groups, s.pages)
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("pages", [1, 16384])
+def test_odd_and_largest_rows_lower(pages):
+    lower(1, 2, 1, pages, kernel=select.topp)
+    lower(2, 1, 8, min(pages, 4096), config=SelectConfig(warpgroups=1 + (pages > 1)))
+
+
+def test_what_the_kernel_cannot_do_is_said():
+    with pytest.raises(ValueError, match="warpgroups=3: a block has 1, 2, 4 or 8 warpgroups."):
+        SelectConfig(warpgroups=3)
+    with pytest.raises(NotImplementedError, match="takes float32 estimates, not bfloat16"):
+        half = jnp.zeros((1, 1, 1, 8), jnp.bfloat16)
+        select.topk(half, jnp.zeros((1, 8), bool), jnp.ones(1, jnp.int32), jnp.ones(1))
+    assert sum(SelectConfig(warpgroups=8).shared_memory().values()) == 1024
+
+
+# --- lane-level code, run for every lane of a block -----------------------------------------------------------------
+
+WARPGROUPS, REGISTERS = 2, 3
+THREADS, CAPACITY = 128 * WARPGROUPS, 128 * WARPGROUPS * REGISTERS
+
+
+@pytest.fixture
+def block(monkeypatch):
+    """A block of emulated lanes that `lanes` runs on."""
+    return emulated.install(monkeypatch, lanes, THREADS)
+
+
+def test_every_page_has_one_lane(block):
+    ids = block.values(lanes._ids(None, count=REGISTERS))
+    np.testing.assert_array_equal(np.sort(ids.ravel()), np.arange(CAPACITY))
+
+
+@pytest.mark.parametrize("used", [CAPACITY - 5, 70, 1, 0])
+def test_lanes_load_what_is_in_use_and_nothing_past_it(block, used):
+    row = np.random.default_rng(0).normal(size=CAPACITY - 5).astype(np.float32)
+    row[used or 1 :] = np.nan
+    ids = block.values(lanes._ids(None, count=REGISTERS))
+    found = block.values(lanes._load(None, block.memory(row), block.scalar(used), count=REGISTERS))
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found[ids < used], row[ids[ids < used]])
+    flags = np.arange(CAPACITY - 5) % 2 == 1
+    found = block.values(lanes._load(None, block.memory(flags), block.scalar(CAPACITY - 5), count=REGISTERS))
+    np.testing.assert_array_equal(found[ids < CAPACITY - 5], ids[ids < CAPACITY - 5] % 2)
+
+
+@pytest.mark.parametrize("op", ["add", "max"])
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_reductions_reach_every_lane(block, op, dtype):
+    if (op, dtype) == ("max", np.int32):
+        pytest.skip("not used")
+    x = np.random.default_rng(1).integers(-9, 9, (REGISTERS, THREADS)).astype(dtype)
+    scratch = block.memory(np.full((lanes.SLOTS, 4 * WARPGROUPS), -1, np.int32))
+    found = block.values(lanes._reduce(None, block.array(x), scratch, block.scalar(3), op=op, warps=4 * WARPGROUPS))
+    assert (found == (x.sum() if op == "add" else x.max())).all()
+    rest = np.delete(scratch.array, 3, axis=0)
+    assert (rest == -1).all() and (scratch.array[3] != -1).any()
+
+
+def test_the_maximum_of_a_nan_is_nan(block):
+    x = np.zeros((REGISTERS, THREADS), np.float32)
+    x[1, 77] = np.nan
+    scratch = block.memory(np.zeros((lanes.SLOTS, 4 * WARPGROUPS), np.int32))
+    found = block.values(lanes._reduce(None, block.array(x), scratch, block.scalar(0), op="max", warps=4 * WARPGROUPS))
+    assert np.isnan(found).all()
+
+
+@pytest.mark.parametrize("pages", [CAPACITY, CAPACITY - 1, 513, 100, 1])
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.9, 1.0])
+def test_the_list_and_the_mask_are_written_once(block, pages, density):
+    ids = block.values(lanes._ids(None, count=REGISTERS))
+    wanted = (np.random.default_rng(pages).random(CAPACITY) < density) & (np.arange(CAPACITY) < pages)
+    listed, mask = block.memory(np.full(pages, -9, np.int32)), block.memory(np.full(pages, -9, np.int8))
+    scratch = block.memory(np.zeros((lanes.SLOTS, 4 * WARPGROUPS), np.int32))
+    shape = {"warps": 4 * WARPGROUPS, "slot": lanes.SLOTS - 1, "pages": pages}
+    count = block.values(lanes._write(None, block.array(wanted[ids].astype(np.int32)), listed, mask, scratch, **shape))
+    assert (count == wanted.sum()).all()
+    found = (listed.array, count[0, 0], wanted[:pages])
+    assert cases.consistent(Selection(*(jnp.asarray(x)[None, None] for x in found)))
+    np.testing.assert_array_equal(mask.array, wanted[:pages])
+    assert listed.stores == pages and mask.stores == pages
