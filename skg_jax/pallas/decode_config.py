@@ -68,5 +68,5 @@ def shared_memory(config: PagedDecodeConfig, head_dim: int, group: int, dtype, o
         "rows": smem.nbytes((columns, head_dim), out_dtype),
         "numbers": smem.nbytes((columns,), jnp.float32),
         "reduction": smem.REDUCTION,
-        "barriers": smem.BARRIER * (1 + 4 * config.stages),
+        "barriers": smem.BARRIER * 4 * config.stages,
     }

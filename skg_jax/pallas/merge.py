@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from skg_jax.pallas.smem import COLUMN, EMPTY, TILE, across, filled, rows_scratch, store_rows
+from skg_jax.pallas.smem import COLUMN, EMPTY, TILE, across, filled, first_column, rows_scratch, store_rows
 
 LN2 = 0.6931471805599453
 _ROWS = 64  # channels of a block
@@ -24,14 +24,14 @@ def merge_splits(
     """Combine the S partial outputs of each (sequence, KV head).
 
     Args:
-      out: float32, normalised within its split, transposed; query heads in the first `group` columns.
+      out: float32, normalised within its split, transposed; the query heads of the group from `first_column` on.
       mass: float32, log2 of each split's softmax mass; about -1e30 for a split without keys.
 
     Returns: output in `dtype`, and the natural log of the whole mass, float32.
     """
     pairs, splits, dim, columns = out.shape
     return plgpu.kernel(
-        functools.partial(_kernel, splits=splits, group=group),
+        functools.partial(_kernel, splits=splits, group=group, pairs=pairs),
         out_type=(
             jax.ShapeDtypeStruct((pairs, group, dim), dtype),
             jax.ShapeDtypeStruct((pairs, group), jnp.float32),
@@ -55,6 +55,7 @@ def _kernel(
     *,
     splits: int,
     group: int,
+    pairs: int,
 ):
     pair, part = lax.axis_index("pair"), lax.axis_index("part")
     channels = pl.ds(part * _ROWS, _ROWS)
@@ -75,16 +76,16 @@ def _kernel(
     start = filled(columns, EMPTY, COLUMN), filled(columns, 0.0, COLUMN), filled((_ROWS, *columns), 0.0, TILE)
     top, total, acc = lax.fori_loop(0, -(-splits // width), absorb, start)
     merged, lse = acc * across(1.0 / total, acc.shape), (top + jnp.log2(total)) * LN2
-    rows = merged_gmem.at[pair, :, channels]
+    rows, own = merged_gmem.at[pair, :, channels], first_column(pair, group, columns[0], pairs * group)
 
     # every block of a pair knows the same mass; one of them says it
     @pl.when(part == 0)
     def _():
-        store_rows(merged, lse, rows, lse_gmem.at[pair], rows_smem, numbers_smem, group)
+        store_rows(merged, lse, rows, lse_gmem.at[pair], rows_smem, numbers_smem, own, group)
 
     @pl.when(part != 0)
     def _():
-        store_rows(merged, lse, rows, None, rows_smem, numbers_smem, group)
+        store_rows(merged, lse, rows, None, rows_smem, numbers_smem, own, group)
 
 
 def _load(out_gmem, mass_gmem, pair, split, channels, splits: int):

@@ -33,7 +33,18 @@ from jaxtyping import Array, Float, Int
 from skg_jax.pallas import dispatch
 from skg_jax.pallas.decode_config import DEFAULT, PagedDecodeConfig, columns_of, pick_splits, shared_memory
 from skg_jax.pallas.merge import LN2, merge_splits
-from skg_jax.pallas.smem import COLUMN, EMPTY, TILE, across, filled, operand, require, rows_scratch, store_rows
+from skg_jax.pallas.smem import (
+    COLUMN,
+    EMPTY,
+    TILE,
+    across,
+    filled,
+    first_column,
+    operand,
+    require,
+    rows_scratch,
+    store_rows,
+)
 from skg_jax.types import BLOCK, PAGE_SIZES
 
 _TINY = 1e-37
@@ -85,7 +96,7 @@ def _decode(q, k, v, where, spec: Spec, out_dtype, interpreted: bool):
     interpret = dispatch.interpret(interpreted)
     slabs = lambda pool: pool.reshape(-1, spec.page, spec.head_dim)
     launch = _launch(spec, q.dtype, out_dtype, interpret)
-    out, lse = launch(_pad_group(q, spec), slabs(k), slabs(v), *where)
+    out, lse = launch(_query_rows(q, spec), slabs(k), slabs(v), *where)
     if spec.splits > 1:
         out, lse = merge_splits(out, lse, spec.group, out_dtype, interpret)
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
@@ -153,10 +164,8 @@ class Lists(NamedTuple):
 class Ring(NamedTuple):
     """What producer and consumer share: refs in SMEM, barriers."""
 
-    q: Any  # [columns, H]
     k: Any  # [stages, tile, H]
     v: Any  # [stages, tile, H]
-    q_ready: Any
     k_ready: Any  # [stages]
     v_ready: Any
     k_free: Any
@@ -192,10 +201,10 @@ def _spec(q, k, page_table, page_ids, page_size: int, config: PagedDecodeConfig)
     )  # fmt: skip
 
 
-def _pad_group(q: Float[Array, "B N H"], spec: Spec) -> Float[Array, "X columns H"]:
-    """Query heads of each KV head, filled up to wgmma's columns. XLA fuses it with what makes q."""
-    grouped = q.reshape(spec.pairs, spec.group, spec.head_dim)
-    return jnp.pad(grouped, ((0, 0), (0, spec.columns - spec.group), (0, 0)))
+def _query_rows(q: Float[Array, "B N H"], spec: Spec) -> Float[Array, "rows H"]:
+    """All query heads; padded only where they are fewer than wgmma's columns."""
+    rows = q.reshape(-1, spec.head_dim)
+    return jnp.pad(rows, ((0, max(0, spec.columns - rows.shape[0])), (0, 0)))
 
 
 def _launch(spec: Spec, dtype, out_dtype, interpret):
@@ -217,7 +226,6 @@ def _launch(spec: Spec, dtype, out_dtype, interpret):
             operand((columns, spec.head_dim), dtype),
             operand(ring, dtype),
             operand(ring, dtype),
-            plgpu.Barrier(),
             *[plgpu.Barrier(num_arrivals=spec.per_tile, num_barriers=spec.stages) for _ in "kv"],
             *[plgpu.Barrier(num_barriers=spec.stages) for _ in "kv"],
             *rows_scratch(columns, spec.head_dim, out_dtype),
@@ -233,9 +241,9 @@ def _launch(spec: Spec, dtype, out_dtype, interpret):
 
 
 def _kernel(q_gmem, k_gmem, v_gmem, *refs, spec: Spec):
-    """q [B*K, columns, H]; k, v [slabs, page, H]; the refs of Lists; outputs; scratch."""
+    """q [rows, H]; k, v [slabs, page, H]; the refs of Lists; outputs; scratch."""
     lists, refs = Lists(*refs[: 5 if spec.listed else 3]), refs[5 if spec.listed else 3 :]
-    out_gmem, lse_gmem, p_smem, *refs, rows_smem, numbers_smem = refs
+    out_gmem, lse_gmem, p_smem, q_smem, *refs, rows_smem, numbers_smem = refs
     ring = Ring(*refs)
     pair, split = lax.axis_index("pair"), lax.axis_index("split")
     pages = lists.pages(pair, spec)
@@ -243,17 +251,19 @@ def _kernel(q_gmem, k_gmem, v_gmem, *refs, spec: Spec):
 
     @pl.when(lax.axis_index("role") == 1)
     def producer():
-        _produce(q_gmem.at[pair], k_gmem, v_gmem, lists, ring, pair, pages, first, count, spec)
+        _produce(k_gmem, v_gmem, lists, ring, pair, pages, first, count, spec)
 
     @pl.when(lax.axis_index("role") == 0)
     def consumer():
+        own = first_column(pair, spec.group, spec.columns, q_gmem.shape[0])
+        _load_query(q_gmem.at[pl.ds(pair * spec.group - own, spec.columns)], q_smem)
         valid = lists.tokens(pair, pages, spec)
-        out, mass = _consume(ring, p_smem, valid - first * spec.tile, count, spec)
+        out, mass = _consume(ring, q_smem, p_smem, valid - first * spec.tile, count, spec)
         if spec.splits > 1:
             out_gmem.at[pair, split][...] = out
             lse_gmem.at[pair, split][...] = mass
         else:
-            store_rows(out, mass * LN2, out_gmem.at[pair], lse_gmem.at[pair], rows_smem, numbers_smem, spec.group)
+            store_rows(out, mass * LN2, out_gmem.at[pair], lse_gmem.at[pair], rows_smem, numbers_smem, own, spec.group)
 
 
 def _tiles_of(pages, split, spec: Spec):
@@ -267,7 +277,7 @@ def _tiles_of(pages, split, spec: Spec):
 # --- producer -----------------------------------------------------------------------------------------------------
 
 
-def _produce(q_gmem, k_gmem, v_gmem, lists: Lists, ring: Ring, pair, pages, first, count, spec: Spec):
+def _produce(k_gmem, v_gmem, lists: Lists, ring: Ring, pair, pages, first, count, spec: Spec):
     """One warp streams the listed pages into the ring.
 
     A slab needs two dependent loads, page id and page table. Both run ahead: while the copies of tile i are issued, the
@@ -282,8 +292,6 @@ def _produce(q_gmem, k_gmem, v_gmem, lists: Lists, ring: Ring, pair, pages, firs
     def per_warp(warp):
         @pl.when(warp == 0)
         def _():
-            plgpu.copy_gmem_to_smem(q_gmem, ring.q, ring.q_ready)
-
             def step(i, ahead):
                 slabs, ids = ahead
                 after = slabs_of(ids), ids_of(first + i + 2)
@@ -315,19 +323,28 @@ def _fill(pool_gmem, smem, ready, free, i, slabs, spec: Spec):
 # --- consumer -----------------------------------------------------------------------------------------------------
 
 
-def _consume(ring: Ring, p_smem, valid, count, spec: Spec):
+def _load_query(q_gmem, q_smem) -> None:
+    """Query heads of a group as wgmma's columns.
+
+    A group that is smaller than the columns brings rows of its neighbours along: columns do not mix, and those of
+    others are not stored. That saves the launch that would pad q.
+    """
+    q_smem.T[...] = plgpu.load(q_gmem.T, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    plgpu.commit_smem()
+
+
+def _consume(ring: Ring, q_smem, p_smem, valid, count, spec: Spec):
     """Online softmax over `count` tiles, whose first `valid` tokens count.
 
     Returns: output [H, columns], normalised, and log2 of the mass [columns].
     """
     shape, scale = (spec.tile, spec.columns), spec.head_dim**-0.5 * math.log2(math.e)
-    plgpu.barrier_wait(ring.q_ready)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
 
     def step(i, carry):
         top, mass, acc = carry
         slot, left = lax.rem(i, spec.stages), valid - i * spec.tile
-        s = jnp.where(row < left, _scores(ring, slot, spec) * scale, EMPTY)
+        s = jnp.where(row < left, _scores(ring, q_smem, slot, spec) * scale, EMPTY)
         new_top = jnp.maximum(top, jnp.max(s, axis=0))  # holds the barriers that protect p_smem
         old = jnp.exp2(top - new_top)
         p = jnp.exp2(s - across(new_top, shape))
@@ -341,10 +358,10 @@ def _consume(ring: Ring, p_smem, valid, count, spec: Spec):
     return acc * across(1.0 / total, acc.shape), top + jnp.log2(total)
 
 
-def _scores(ring: Ring, slot, spec: Spec):
+def _scores(ring: Ring, q_smem, slot, spec: Spec):
     """S^T = K q^T, float32 [tile, columns]."""
     plgpu.barrier_wait(ring.k_ready.at[slot])
-    scores = _wgmma(ring.k.at[slot], ring.q.T, (spec.tile, spec.columns))
+    scores = _wgmma(ring.k.at[slot], q_smem.T, (spec.tile, spec.columns))
     plgpu.barrier_arrive(ring.k_free.at[slot])
     return scores
 

@@ -120,3 +120,46 @@ AUDIT_MASS_SHAPES: dict[str, AuditMassShape] = {
         layers=28, batch=8, heads=12, kv_heads=2, head_dim=128, context=32 * _K, units=9170
     ),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SketchScoreShape:
+    """Sketches of one layer."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    context: int
+    page_size: int = 16
+
+    @property
+    def blocks(self) -> int:
+        """Of a sequence, 64 tokens each."""
+        return self.context // 64
+
+    def record_bytes(self, bound: str) -> int:
+        """Of a block and head: codes, low and step, norms, and residuals where tokens have bounds of their own."""
+        return 64 * self.head_dim // 2 + 4 * self.head_dim + 16 + (128 if bound == "token" else 0)
+
+    def sketch_bytes(self, bound: str) -> int:
+        """Of all sequences."""
+        return self.batch * self.blocks * self.kv_heads * self.record_bytes(bound)
+
+
+_LLAMA_8B_KV = {"kv_heads": 8, "group": 4, "head_dim": 128}
+
+SKETCH_SCORE_SHAPES: dict[str, SketchScoreShape] = {
+    **{
+        f"llama-8b-b{batch}-{context}k-page{page}": SketchScoreShape(
+            batch=batch, context=context * _K, page_size=page, **_LLAMA_8B_KV
+        )
+        for batch, context in [(8, 64), (32, 16), (32, 32), (1, 128)]
+        for page in (16, 64)
+    },
+    "llama-8b-shard-b8-64k": SketchScoreShape(batch=8, kv_heads=1, group=4, head_dim=128, context=64 * _K),
+    "smollm2-135m-b8-8k": SketchScoreShape(batch=8, kv_heads=3, group=3, head_dim=64, context=8 * _K),
+    "qwen2.5-0.5b-b8-32k": SketchScoreShape(batch=8, kv_heads=2, group=7, head_dim=64, context=32 * _K),
+    "qwen2.5-1.5b-b8-32k": SketchScoreShape(batch=8, kv_heads=2, group=6, head_dim=128, context=32 * _K),
+    "qwen2.5-7b-b8-32k": SketchScoreShape(batch=8, kv_heads=4, group=7, head_dim=128, context=32 * _K, page_size=32),
+}

@@ -52,13 +52,23 @@ def filled(shape: tuple[int, ...], value: float, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
+def first_column(pair, group: int, columns: int, rows: int):
+    """Where the query heads of a (sequence, KV head) stand among the columns of its block.
+
+    Columns hold consecutive rows of the queries [rows, H], from the group's first on; the last blocks begin a little
+    earlier, so that they end with the array.
+    """
+    start = pair * group
+    return start - jnp.minimum(start, max(rows, columns) - columns)
+
+
 def rows_scratch(columns: int, width: int, dtype) -> tuple[Any, Any]:
     """The two allocations of `store_rows`."""
     return plgpu.SMEM((columns, width), dtype), plgpu.SMEM((columns,), jnp.float32)
 
 
-def store_rows(tile, column, rows_gmem, numbers_gmem, rows_smem, numbers_smem, count: int) -> None:
-    """Write the first `count` columns of a tile as rows, and of a column vector as numbers.
+def store_rows(tile, column, rows_gmem, numbers_gmem, rows_smem, numbers_smem, first, count: int) -> None:
+    """Write `count` columns of a tile as rows, and of a column vector as numbers, both from column `first` on.
 
     Args:
       tile: float32 [width, columns] in layout TILE. column: float32 [columns] in layout COLUMN.
@@ -69,8 +79,8 @@ def store_rows(tile, column, rows_gmem, numbers_gmem, rows_smem, numbers_smem, c
     if numbers_gmem is not None:
         numbers_smem[...] = column
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(rows_smem.at[pl.ds(0, count)], rows_gmem)
+    plgpu.copy_smem_to_gmem(rows_smem.at[pl.ds(first, count)], rows_gmem)
     if numbers_gmem is not None:
         for i in range(count):
-            numbers_gmem[i] = numbers_smem[i]
+            numbers_gmem[i] = numbers_smem[first + i]
     plgpu.wait_smem_to_gmem(0)

@@ -27,8 +27,8 @@ from skg_jax.pallas.paged_decode import paged_decode
 from tests.pallas import decode_cases as cases
 
 START = time.time()
-KV_HEADS, HEADS, DIM, LAYERS, CONTEXT, MOST = 8, 32, 128, 2, 32768, 32
-BLOCKS = CONTEXT // 64
+KV_HEADS, HEADS, DIM, LAYERS = 8, 32, 128, 2
+CONTEXT, POOL = 32768, 32 * 32768  # tokens of a row, and of a layer
 rng = np.random.default_rng(0)
 
 
@@ -101,21 +101,25 @@ def total(found: list[tuple[str, float]]) -> float:
 @functools.cache
 def pools() -> tuple[jax.Array, jax.Array]:
     """k and v [L, P, K, 64, H]."""
-    shape = (LAYERS, MOST * BLOCKS, KV_HEADS, 64, DIM)
+    shape = (LAYERS, POOL // 64, KV_HEADS, 64, DIM)
     make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
     return make(jax.random.key(1)), make(jax.random.key(2))
 
 
 @functools.cache
-def table(batch: int) -> jax.Array:
+def table(batch: int, context: int) -> jax.Array:
     """Blocks in random order."""
-    return jnp.asarray(rng.permutation(MOST * BLOCKS)[: batch * BLOCKS].reshape(batch, BLOCKS), jnp.int32)
+    blocks = context // 64
+    return jnp.asarray(rng.permutation(POOL // 64)[: batch * blocks].reshape(batch, blocks), jnp.int32)
 
 
-def lists(batch: int, page: int, share: float, count: int) -> list[tuple[jax.Array, jax.Array]]:
+def pages_of(page: int, share: float, context: int) -> int:
+    return max(1, round(context * share) // page)
+
+
+def lists(batch: int, page: int, share: float, context: int, count: int) -> list[tuple[jax.Array, jax.Array]]:
     """Lists in random order but for the last page, without repeats."""
-    pages = CONTEXT // page
-    size = max(1, round(CONTEXT * share) // page)
+    pages, size = context // page, pages_of(page, share, context)
 
     def one():
         ids = np.argsort(rng.random((batch, KV_HEADS, pages)), axis=-1)[..., :size]
@@ -128,11 +132,11 @@ def lists(batch: int, page: int, share: float, count: int) -> list[tuple[jax.Arr
     return [one() for _ in range(count)]
 
 
-def program(batch: int, page: int, share: float, **config):
+def program(batch: int, page: int, share: float, *, context: int = CONTEXT, listed: bool = True, **fields):
     """A jitted function of several calls, and its arguments: lists and layers rotate."""
-    count = 2 if share == 1 else max(2, round(1 / share / batch * 4))
-    config = PagedDecodeConfig(expected_pages=max(1, round(CONTEXT * share) // page), **config)
-    length = jnp.full(batch, CONTEXT, jnp.int32)
+    count = max(2, round(CONTEXT / context / share / batch * 4))
+    config = PagedDecodeConfig(expected_pages=pages_of(page, share, context), **fields)
+    length = jnp.full(batch, context, jnp.int32)
     qs = [jax.random.normal(jax.random.key(i), (batch, HEADS, DIM), jnp.bfloat16) for i in range(count)]
 
     def run(qs, k, v, table, lists):
@@ -140,7 +144,8 @@ def program(batch: int, page: int, share: float, **config):
         calls = zip(qs, lists, strict=True)
         return [call(q, k, v, table, *ids, length, jnp.int32(i % LAYERS)) for i, (q, ids) in enumerate(calls)]
 
-    args = (qs, *pools(), table(batch), lists(batch, page, share, count))
+    where = lists(batch, page, share, context, count) if listed else [(None, None)] * count
+    args = (qs, *pools(), table(batch, context), where)
     return jax.jit(run), args, count
 
 
@@ -159,8 +164,8 @@ def speed(rounds: int = 5) -> list[dict]:
     """Our kernel on pages in random order beside cuDNN's on contiguous keys and values."""
     rows = []
     for batch in (8, 32):
-        cells = [(page, share) for share in (1.0, 0.1) for page in (64, 16)]
-        ours = [program(batch, *cell) for cell in cells]
+        cells = [(page, share, True) for share in (1.0, 0.1) for page in (64, 16)] + [(64, 1.0, False)]
+        ours = [program(batch, page, share, listed=listed) for page, share, listed in cells]
         runs = [
             [total(kernels(cudnn, *contiguous(batch)))] + [total(kernels(f, *a)) / n for f, a, n in ours]
             for _ in range(rounds)
@@ -168,13 +173,14 @@ def speed(rounds: int = 5) -> list[dict]:
         dense, *times = (statistics.median(column) for column in zip(*runs, strict=True))
         nbytes = 4 * batch * KV_HEADS * CONTEXT * DIM
         rows.append({"what": "cudnn, contiguous", "batch": batch, "us": dense, "TB/s": nbytes / dense / 1e6})
-        for (page, share), us, (f, args, count) in zip(cells, times, ours, strict=True):
-            read = 4 * batch * KV_HEADS * DIM * page * max(1, round(CONTEXT * share) // page)
-            row = {"what": "ours, pages", "batch": batch, "page": page, "share": share, "us": us}
+        for (page, share, listed), us, (f, args, count) in zip(cells, times, ours, strict=True):
+            read = 4 * batch * KV_HEADS * DIM * page * pages_of(page, share, CONTEXT)
+            what = "ours, listed pages" if listed else "ours, every page"
+            row = {"what": what, "batch": batch, "page": page, "share": share, "us": us}
             row |= {"TB/s": read / us / 1e6, "of cudnn's bandwidth": read / us / (nbytes / dense)} | one_call(
                 f, args, count
             )
-            rows.append(row | at_scale(f, args, page))
+            rows.append(row | (at_scale(f, args, page) if listed else {}))
             say(rows[-1])
     return rows
 
@@ -207,18 +213,16 @@ def ceiling() -> dict:
 def tuning() -> list[dict]:
     """Other configurations of the cells that decide."""
     rows = []
-    for batch, page, share, config in (
-        (8, 16, 1.0, {"stages": 2}),
-        (8, 16, 1.0, {"stages": 4}),
-        (8, 16, 1.0, {"tile": 128, "stages": 2}),
-        (8, 64, 0.1, {"splits": 2}),
-        (8, 64, 0.1, {"splits": 8}),
-        (32, 16, 0.1, {"splits": 2}),
-        (32, 16, 1.0, {"splits": 2}),
+    for batch, share, config in (
+        *[(8, 1.0, {"splits": splits, "stages": stages}) for splits, stages in ((4, 3), (4, 2), (2, 3), (8, 3))],
+        (8, 1.0, {"tile": 128, "stages": 1}),
+        *[(8, 0.1, {"splits": splits}) for splits in (2, 4, 6, 8, 16)],
+        *[(32, share, {"splits": splits}) for share in (1.0, 0.1) for splits in (1, 2, 4)],
+        *[(1, share, {"splits": splits, "context": 4 * CONTEXT}) for share in (1.0, 0.1) for splits in (16, 32)],
     ):
-        f, args, count = program(batch, page, share, **config)
+        f, args, count = program(batch, 16, share, **config)
         us = statistics.median(total(kernels(f, *args)) / count for _ in range(3))
-        rows.append({"batch": batch, "page": page, "share": share, **config, "us": us})
+        rows.append({"batch": batch, "page": 16, "share": share, **config, "us": us})
         say(rows[-1])
     return rows
 
@@ -226,38 +230,41 @@ def tuning() -> list[dict]:
 # --- append -------------------------------------------------------------------------------------------------------
 
 
-def appending(batch: int = 8) -> dict:
-    """In place? Launches and time of the kernel and of XLA's scatters, both in a loop that carries the pools."""
-    k, v = (jnp.zeros((LAYERS, batch * BLOCKS, KV_HEADS, 64, DIM), jnp.bfloat16) for _ in "kv")
-    norm = jnp.zeros((LAYERS, batch * BLOCKS, KV_HEADS), jnp.float32)
-    blocks = jnp.arange(batch * BLOCKS, dtype=jnp.int32).reshape(batch, BLOCKS)
-    token = jax.random.normal(jax.random.key(0), (2, batch, KV_HEADS, DIM), jnp.bfloat16)
-    position = jnp.asarray(rng.integers(0, CONTEXT, batch), jnp.int32)
+def appending(batch: int = 8, tokens: int = 4) -> dict:
+    """In place? Kernels per token and layer and their time, of the kernel and of XLA's scatters."""
+    blocks = CONTEXT // 64
+    k, v = (jnp.zeros((LAYERS, batch * blocks, KV_HEADS, 64, DIM), jnp.bfloat16) for _ in "kv")
+    norm = jnp.zeros((LAYERS, batch * blocks, KV_HEADS), jnp.float32)
+    where = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
+    new = [tuple(jax.random.normal(jax.random.key(i), (2, batch, KV_HEADS, DIM), jnp.bfloat16)) for i in range(tokens)]
+    position = [jnp.asarray(rng.integers(0, CONTEXT, batch), jnp.int32) for _ in new]
 
-    def kernel(k, v, norm, token, layer):
-        return append(k, v, norm, blocks, layer, *token, position)
+    def kernel(pools, layer, new, position):
+        return append(*pools, where, layer, *new, position)
 
-    def scatters(k, v, norm, token, layer):
-        cache = kv.init(1, KV_HEADS, DIM, 1, 64, jnp.bfloat16)._replace(k=k, v=v, key_norm=norm, page_table=blocks)
-        cache = kv.append(cache, layer, *token, position)
+    def scatters(pools, layer, new, position):
+        cache = kv.init(1, KV_HEADS, DIM, 1, 64, jnp.bfloat16)._replace(page_table=where)
+        cache = cache._replace(k=pools[0], v=pools[1], key_norm=pools[2])
+        cache = kv.append(cache, layer, *new, position)
         return cache.k, cache.v, cache.key_norm
 
-    def looped(f):
-        body = lambda i, pools: f(*pools, token + i.astype(token.dtype), i % LAYERS)
-        return lambda k, v, norm: jax.lax.fori_loop(0, 16, body, (k, v, norm))
+    def repeated(f, pools, new, position):
+        for token, at in zip(new, position, strict=True):
+            for layer in range(LAYERS):
+                pools = f(pools, jnp.int32(layer), token, at)
+        return pools
 
-    row = {}
+    row: dict = {}
+    results = []
     for name, f in (("kernel", kernel), ("scatters", scatters)):
-        compiled = jax.jit(looped(f), donate_argnums=(0, 1, 2)).lower(k, v, norm).compile()
-        found = kernels(jax.jit(looped(f)), k, v, norm)
-        per_step = [(kernel_name, us) for kernel_name, us in found if us < 100]  # the pools are copied once, undonated
-        row[name] = {
-            "temporary MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
-            "us": total(per_step) / 16,
-            "launches": len(per_step) / 16,
-            "copies of a pool": len(found) - len(per_step),
-        }
-    one, other = (jax.jit(looped(f))(k, v, norm) for f in (kernel, scatters))
+        run, args = functools.partial(repeated, f), ((k, v, norm), new, position)
+        owned = jax.jit(run, donate_argnums=0).lower(*args).compile()
+        found = kernels(jax.jit(run), *args)
+        calls = LAYERS * tokens
+        row[name] = {"temporary MB": owned.memory_analysis().temp_size_in_bytes / 1e6, "us": total(found) / calls}
+        row[name] |= {"launches": len(found) / calls, "kernels": sorted({kernel for kernel, _ in found})}
+        results.append(jax.jit(run)(*args))
+    one, other = results
     row["equal"] = equal(one[:2], other[:2]) and bool(jnp.allclose(one[2], other[2], rtol=1e-6))
     say(row)
     return row
@@ -271,7 +278,7 @@ def main() -> None:
     device = jax.devices()[0]
     record: dict = {"device": device.device_kind, "jax": jax.__version__, "correctness": correctness()}
     record |= {"append": appending(), "ceiling": ceiling(), "speed": speed(), "tuning": tuning() if args.tune else []}
-    record["ok"] = all(row["ok"] for row in record["correctness"])
+    record["ok"] = all(row["ok"] for row in record["correctness"]) and record["append"]["equal"]
     print(json.dumps(record))
     if args.json:
         with open(args.json, "w") as file:
