@@ -42,14 +42,16 @@ DEFAULT = PagedDecodeConfig()
 def pick_splits(batch: int, kv_heads: int, tokens: int, config: PagedDecodeConfig) -> int:
     """Blocks per list: about one wave of blocks for lists of equal length, about four for uneven ones.
 
+    Few lists are not split further than into one block per multiprocessor: more only lengthens the merge.
+
     Args:
       tokens: of a list. Every block gets at least two tiles, so that loading and arithmetic overlap.
     """
     if config.splits is not None:
         return config.splits
-    wave = MULTIPROCESSORS * RESIDENT * (4 if config.uneven else 1)
-    most = 16 if config.uneven else 32
-    return max(1, min(round(wave / (batch * kv_heads)), most, tokens // (2 * config.tile)))
+    lists, waves = batch * kv_heads, 4 if config.uneven else 1
+    most = max(16, round(MULTIPROCESSORS / lists))
+    return max(1, min(round(waves * RESIDENT * MULTIPROCESSORS / lists), most, tokens // (2 * config.tile)))
 
 
 def columns_of(group: int) -> int:

@@ -47,6 +47,12 @@ def ragged_pages(page_size: int, lengths: np.ndarray = LENGTHS) -> np.ndarray:
     return np.stack(rows).reshape(2, KV_HEADS, -1)
 
 
+def every_page(lengths: np.ndarray = LENGTHS) -> np.ndarray:
+    """Every block of each row, as pages of 64."""
+    used = np.arange(BLOCKS) < -(-lengths // BLOCK)[:, None]
+    return np.broadcast_to(used[:, None], (len(lengths), KV_HEADS, BLOCKS))
+
+
 def _paged(rng, allowed: np.ndarray, dim: int, dtype) -> PagedKVCache:
     """Blocks scattered over a pool that is NaN but for the allowed tokens of one layer."""
     batch = allowed.shape[0]

@@ -57,9 +57,7 @@ def test_listed_pages_are_attended_to_and_nothing_else_is_read(page_size, dim, g
 
 def test_without_lists_every_page_of_a_row_is_read():
     lengths = np.array([165, 0], np.int32)
-    everything = np.arange(cases.BLOCKS) < -(-lengths // 64)[:, None]
-    chosen = np.broadcast_to(everything[:, None], (2, cases.KV_HEADS, cases.BLOCKS))
-    case = cases.make(64, 64, 1, jnp.float16, lengths=lengths, chosen=chosen)
+    case = cases.make(64, 64, 1, jnp.float16, lengths=lengths, chosen=cases.every_page(lengths))
     config = PagedDecodeConfig(splits=2)
     run = lambda which: attention.dense(case.q, case.cache, LAYER, case.length, implementation=which, config=config)
     found, expected = ([np.asarray(x) for x in run(which)] for which in ("mosaic_gpu", "xla"))
@@ -190,7 +188,8 @@ def test_what_fits_by_the_estimate_lowers_and_one_stage_more_does_not(group, mon
     [
         (8, 8, 32768, {}, 4),
         (32, 8, 32768, {}, 1),
-        (1, 8, 131072, {}, 32),
+        (1, 8, 131072, {}, 16),
+        (1, 3, 131072, {}, 44),
         (1, 8, 300, {}, 2),
         (1, 1, 16, {}, 1),
         (8, 8, 32768, {"uneven": True}, 16),
