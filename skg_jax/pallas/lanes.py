@@ -37,13 +37,11 @@ class Lanes:
     Args:
       warpgroups: of 128 lanes in the block.
       registers: pages that one lane holds.
-      pages: M, of the row; at most 128 warpgroups * registers.
       scratch: int32 [SLOTS, 4 * warpgroups] in shared memory.
     """
 
     warpgroups: int
     registers: int
-    pages: int
     scratch: jax.Ref
     _turn: int = 0
 
@@ -63,10 +61,16 @@ class Lanes:
         """Page of every element, int32; numbers from M on are no pages."""
         return plgpu.inline_mgpu(return_type=self._array(jnp.int32))(functools.partial(_ids, count=self.registers))()
 
-    def load(self, row, used, dtype=jnp.float32):
-        """Elements of a row [M] in global memory, bool as int32; those from `used` on hold copies of others."""
+    def load(self, array, at: tuple, used, dtype=jnp.float32):
+        """Elements of the row `at` of an array [..., M] in global memory; those from `used` on hold copies of others.
+
+        `dtype` is that of the result: bool in memory comes as int32.
+        """
         read = functools.partial(_load, count=self.registers)
-        return plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=self._array(dtype))(read)(row, used)
+        kind = self._array(dtype)
+        return plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR), return_type=kind)(read)(
+            array, _row_number(array, at), used
+        )
 
     def sum(self, x, loop=None):
         """Sum over the row, the same in every lane. `loop`: number of the trip, in a loop with one call."""
@@ -85,16 +89,20 @@ class Lanes:
         args = (self._layout, _REF, _SCALAR)
         return _one_of(plgpu.inline_mgpu(arg_types=args, return_type=kind)(run)(x, self.scratch, slot))
 
-    def write(self, read, ids_gmem, mask_gmem):
-        """Store the pages with read != 0, ascending, and the mask. Returns how many there are.
+    def write(self, read, ids_gmem, mask_gmem, at: tuple):
+        """Store row `at` of the list of pages with read != 0, ascending, and of the mask. Returns how many there are.
 
         Entries of the list past their number are M - 1.
         """
-        run = functools.partial(_write, warps=4 * self.warpgroups, slot=SLOTS - 1, pages=self.pages)
+        run = functools.partial(_write, warps=4 * self.warpgroups, slot=SLOTS - 1)
         kind = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, _SAME)
-        args = (self._layout, _REF, _REF, _REF)
-        call = plgpu.inline_mgpu(arg_types=args, return_type=kind)(run)
-        return _one_of(call(read, ids_gmem, mask_gmem, self.scratch))
+        call = plgpu.inline_mgpu(arg_types=(self._layout, _REF, _REF, _SCALAR, _REF), return_type=kind)(run)
+        return _one_of(call(read, ids_gmem, mask_gmem, _row_number(ids_gmem, at), self.scratch))
+
+
+def _row_number(array, at: tuple):
+    """Which row of an array [..., M], counted through."""
+    return functools.reduce(lambda row, place: row * place[0] + place[1], zip(array.shape, at, strict=False), 0)
 
 
 def _one_of(same):
@@ -156,15 +164,21 @@ def _ids(ctx, *, count: int):
     return _as_array(_pages(count), True)
 
 
-def _load(ctx, row, used, *, count: int):
-    kind = _stored(ir.MemRefType(row.type).element_type)
+def _load(ctx, array, row, used, *, count: int):
+    kind, start = _row(array, row)
     last = arith.maxsi(arith.subi(_scalar(used), _const(1)), _const(0))
-    base = utils.memref_ptr(row)
-    at = [utils.getelementptr(base, [arith.minsi(page, last)], kind) for page in _pages(count)]
+    at = [utils.getelementptr(start, [arith.minsi(page, last)], kind) for page in _pages(count)]
     values = [llvm.load(kind, p) for p in at]
     if utils.bitwidth(kind) < 32:
         values = [arith.extui(_i32(), v) for v in values]
     return _as_array(values, _signed(kind))
+
+
+def _row(array, row):
+    """Type and address of a row's first element; taken from the whole array, for a slice of bool starts in bits."""
+    kind = _stored(ir.MemRefType(array.type).element_type)
+    first = arith.muli(_scalar(row), _const(ir.MemRefType(array.type).shape[-1]))
+    return kind, utils.getelementptr(utils.memref_ptr(array), [first], kind)
 
 
 def _stored(kind):
@@ -217,8 +231,9 @@ def _reduce(ctx, x, scratch, slot, *, op: str, warps: int):
     return _as_same(total, _signed(total.type))
 
 
-def _write(ctx, read, ids_gmem, mask_gmem, scratch, *, warps: int, slot: int, pages: int):
-    flags = _scalars(read)
+def _write(ctx, read, ids_gmem, mask_gmem, row, scratch, *, warps: int, slot: int):
+    flags, pages = _scalars(read), ir.MemRefType(ids_gmem.type).shape[-1]
+    (_, ids), (_, mask) = _row(ids_gmem, row), _row(mask_gmem, row)
     vote = "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
     ballots = [_asm(vote, "=r,r", flag, pure=False) for flag in flags]
     counts = [_asm("popc.b32 $0, $1;", "=r,r", b) for b in ballots]
@@ -228,7 +243,7 @@ def _write(ctx, read, ids_gmem, mask_gmem, scratch, *, warps: int, slot: int, pa
     below = _asm("mov.u32 $0, %lanemask_lt;", "=r")
     for page, flag, ballot, count in zip(_pages(len(flags)), flags, ballots, counts, strict=True):
         rank = arith.addi(ahead, _asm("popc.b32 $0, $1;", "=r,r", arith.andi(ballot, below)))
-        _put(page, flag, rank, total, ids_gmem, mask_gmem, pages)
+        _put(page, flag, rank, total, ids, mask, pages)
         ahead = arith.addi(ahead, count)
     return _as_same(total, True)
 
@@ -239,14 +254,14 @@ def _before(by_warp):
     return _tree([arith.select(e, n, _const(0)) for e, n in zip(earlier, by_warp, strict=True)], arith.addi)
 
 
-def _put(page, flag, rank, total, ids_gmem, mask_gmem, pages: int):
+def _put(page, flag, rank, total, ids, mask, pages: int):
     """Store one page: a page read goes to its rank, another behind them all."""
     i8 = ir.IntegerType.get_signless(8)
     is_read = arith.cmpi(arith.CmpIPredicate.ne, flag, _const(0))
     behind = arith.subi(arith.addi(total, page), rank)
     inside = arith.cmpi(arith.CmpIPredicate.slt, page, _const(pages))
     with ir.InsertionPoint(scf.IfOp(inside, [], has_else=False).then_block):
-        at = utils.getelementptr(utils.memref_ptr(ids_gmem), [arith.select(is_read, rank, behind)], _i32())
+        at = utils.getelementptr(ids, [arith.select(is_read, rank, behind)], _i32())
         llvm.store(arith.select(is_read, page, _const(pages - 1)), at)
-        llvm.store(arith.extui(i8, is_read), utils.getelementptr(utils.memref_ptr(mask_gmem), [page], i8))
+        llvm.store(arith.extui(i8, is_read), utils.getelementptr(mask, [page], i8))
         scf.yield_([])

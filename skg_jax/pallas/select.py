@@ -41,11 +41,16 @@ class SelectConfig:
       ValueError: if a field breaks its rule.
     """
 
-    warpgroups: int = 4  # of 128 lanes each
+    warpgroups: int  # of 128 lanes each
 
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4, 8):
             raise ValueError(f"warpgroups={self.warpgroups}: a block has 1, 2, 4 or 8 warpgroups.")
+
+    @classmethod
+    def of(cls, pages: int) -> SelectConfig:
+        """Fastest on an H200: more lanes make reductions longer, fewer make the rest longer."""
+        return cls(warpgroups=2 if pages <= 4096 else 4)
 
     def registers(self, pages: int) -> int:
         """Pages that each lane holds."""
@@ -103,7 +108,7 @@ def topp(
 
 def _select(estimate, must_read, total_pages, budget, by: By, config: SelectConfig | None, interpret) -> Lists:
     batch, kv_heads, groups, pages = estimate.shape
-    config = config or SelectConfig()
+    config = config or SelectConfig.of(pages)
     _check(estimate, config)
     params = dispatch.interpret(interpret)
     row = jax.ShapeDtypeStruct((batch, kv_heads, pages), jnp.int32)
@@ -140,25 +145,27 @@ def _kernel(
     if config is None:
         lanes = _Interpreted(pages=pages)
     else:
-        shape = {"warpgroups": config.warpgroups, "registers": config.registers(pages), "pages": pages}
-        lanes = Lanes(**shape, scratch=scratch)
+        lanes = Lanes(warpgroups=config.warpgroups, registers=config.registers(pages), scratch=scratch)
     ids = lanes.ids()
     used = ids < used_pages
-    flag = lanes.load(must_gmem.at[b], used_pages, jnp.int32)
+    flag = lanes.load(must_gmem, (b,), used_pages, jnp.int32)
     forced, others = used & (flag != 0), used & (flag == 0)
-    share = _share([estimate_gmem.at[b, k, g] for g in range(groups)], used, used_pages, lanes)
+    share = _share(estimate_gmem, [(b, k, g) for g in range(groups)], used, used_pages, lanes)
     weight = (share * _WHOLE + 0.5).astype(jnp.int32) if by == "share" else jnp.ones_like(ids)
     limit = _limit(budget_gmem[b], used_pages, by)
     best = _first(share, weight, others, lanes.sum(jnp.where(forced, weight, 0)), limit, ids, lanes, by)
     read = jnp.where(forced | best, 1, 0)
-    count_gmem[b, k] = lanes.write(read, ids_gmem.at[b, k], mask_gmem.at[b, k])
+    count_gmem[b, k] = lanes.write(read, ids_gmem, mask_gmem, (b, k))
 
 
-def _share(rows, used, used_pages, lanes):
+def _share(estimate_gmem, rows, used, used_pages, lanes):
     """Mean over the heads of the softmax over pages; a head without a usable estimate has no say."""
-    total = 0.0
-    for row in rows:
-        x = jnp.where(used, lanes.load(row, used_pages), -jnp.inf)
+    total = jnp.zeros_like(used, jnp.float32)
+    following = lanes.load(estimate_gmem, rows[0], used_pages)
+    for row in [*rows[1:], None]:
+        x = jnp.where(used, following, -jnp.inf)
+        if row is not None:
+            following = lanes.load(estimate_gmem, row, used_pages)  # on its way during the reductions
         x = x - lanes.max(x)  # NaN where the head has no estimate, or one that is not a number
         mass = jnp.where(x >= LOG_FLOOR, jnp.exp(x), 0.0)
         total = total + mass * (1.0 / jnp.maximum(lanes.sum(mass), 1.0))
@@ -237,15 +244,14 @@ class _Interpreted:
     """`Lanes` in plain jnp, for interpret mode: one array in the order of the pages."""
 
     def __init__(self, *, pages: int):
-        self.pages = pages
         self.capacity = pages
 
     def ids(self):
-        return jnp.arange(self.pages, dtype=jnp.int32)
+        return jnp.arange(self.capacity, dtype=jnp.int32)
 
-    def load(self, row, used, dtype=jnp.float32):
+    def load(self, array, at: tuple, used, dtype=jnp.float32):
         del used
-        return row[...].astype(dtype)
+        return array[at].astype(dtype)
 
     def sum(self, x, loop=None):
         del loop
@@ -254,11 +260,11 @@ class _Interpreted:
     def max(self, x):
         return jnp.max(x)
 
-    def write(self, read, ids_gmem, mask_gmem):
+    def write(self, read, ids_gmem, mask_gmem, at: tuple):
         rank = jnp.cumsum(read) - read
         count = jnp.sum(read, dtype=jnp.int32)
         page = self.ids()
-        at = jnp.where(read != 0, rank, count + page - rank)
-        ids_gmem[...] = jnp.zeros_like(page).at[at].set(jnp.where(read != 0, page, self.pages - 1))
-        mask_gmem[...] = read != 0
+        place = jnp.where(read != 0, rank, count + page - rank)
+        ids_gmem[at] = jnp.zeros_like(page).at[place].set(jnp.where(read != 0, page, self.capacity - 1))
+        mask_gmem[at] = read != 0
         return count

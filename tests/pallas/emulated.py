@@ -64,7 +64,7 @@ class Memory:
     def __init__(self, array: np.ndarray):
         self.array = array
         self.bytes = array.view(np.uint8).reshape(-1)
-        self.type = types.SimpleNamespace(element_type=_kind(array.dtype))
+        self.type = types.SimpleNamespace(element_type=_kind(array.dtype), shape=array.shape)
         self.stores = 0
 
 
@@ -156,7 +156,7 @@ class Block:
 
         return types.SimpleNamespace(load=load, store=store, inline_asm=self._asm)
 
-    def _asm(self, kind, args, text, constraints, has_side_effects):
+    def _asm(self, kind, args, text, constraints, has_side_effects=False):
         if "vote.sync.ballot" in text:
             assert has_side_effects and self.active[-1].all()
             bits = (args[0].data != 0).reshape(-1, WARP) @ (1 << np.arange(WARP, dtype=np.int64))
@@ -165,6 +165,9 @@ class Block:
             return Value(np.bitwise_count(args[0].data.view(np.uint32)).astype(np.int32))
         if "%lanemask_lt" in text:
             return Value(((1 << (self.lane % WARP)) - 1).astype(np.uint32).view(np.int32))
+        if text.startswith("dp2a.lo.u32.u32"):
+            a, b, total = (x.data.view(np.uint32) for x in args)
+            return Value(((a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + total).view(np.int32))
         raise NotImplementedError(text)
 
     def utils(self):

@@ -43,6 +43,7 @@ def say(*words) -> None:
 def kernel_times(call, *args, iterations: int = 5) -> tuple[float, float, int]:
     """Microseconds of the Pallas kernel and of all kernels of a call, and their number."""
     _, runs = profiler.measure(call, aggregate=False, iterations=iterations)(*args)
+    assert runs is not None, "nothing was launched"
     ours = lambda run: sum(ms for name, ms in run if "select_pages" in name or "audit_mass" in name)
     every = lambda run: sum(ms for _, ms in run)
     median = lambda f: 1e3 * statistics.median(f(run) for run in runs)
@@ -104,7 +105,6 @@ def time_selection(label: str, shape: SelectShape, config: SelectConfig | None =
         if xla:
             _, row["xla_us"], row["xla_launches"] = kernel_times(chooser(name, "xla"), ctx, budget, iterations=3)
         rows.append(row)
-        say({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()})
     return rows
 
 
@@ -161,7 +161,6 @@ def time_masses(label: str, s: AuditMassShape, config: AuditMassConfig | None = 
     ours, every = (statistics.median(x[i] for x in found) for i in (0, 1))
     row = {"shape": label, "units": s.units, "mb": s.key_bytes / 1e6, "us": ours, "all_us": every}
     row |= {"launches": found[0][2], "tb_s": s.key_bytes / ours / 1e6} | (dataclasses.asdict(config) if config else {})
-    say({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()})
     return row
 
 
@@ -174,18 +173,14 @@ def tune() -> dict:
         ("llama-8b-b8-64k", SELECT_SHAPES["llama-8b-b8-64k"]),
         ("llama-8b-b1-128k", SELECT_SHAPES["llama-8b-b1-128k"]),
     ]
-    return {
-        "select": [
-            time_selection(f"{name} x{w}", shape, SelectConfig(warpgroups=w), xla=False)
-            for name, shape in rows
-            for w in (2, 4, 8)
-        ],
-        "audit": [
-            time_masses(f"page{page}", dataclasses.replace(shape, page_size=page), ring)
-            for page in (16, 64)
-            for ring in rings
-        ],
-    }  # fmt: skip
+    select = [
+        row
+        for name, size in rows
+        for warpgroups in (2, 4, 8)
+        for row in time_selection(f"{name} x{warpgroups}", size, SelectConfig(warpgroups=warpgroups), xla=False)
+    ]
+    pages = {page: dataclasses.replace(shape, page_size=page) for page in (16, 64)}
+    return {"select": select, "audit": [time_masses(f"page{p}", s, ring) for p, s in pages.items() for ring in rings]}
 
 
 def main() -> None:
@@ -196,7 +191,7 @@ def main() -> None:
     say(jax.devices()[0].device_kind, jax.__version__)
     selection = [
         row
-        for pages, groups, warpgroups in ((101, 3, 4), (1000, 1, 2), (4096, 4, 4), (8191, 8, 8))
+        for pages, groups, warpgroups in ((101, 3, 8), (1000, 1, 1), (4096, 4, 2), (8191, 8, 4))
         for row in check_selection(pages, groups, SelectConfig(warpgroups=warpgroups))
     ]
     right, differ = sum(r["ok"] for r in selection), sum(r["rows_differ"] for r in selection)
@@ -209,12 +204,13 @@ def main() -> None:
             say("WRONG", row)
     result = {"selection": selection, "masses": masses, "ceiling": ceiling()}
     say(f"read-only reduction {result['ceiling'] / 1e12:.2f} TB/s")
-    result["select_times"] = [
-        row for name, s in SELECT_SHAPES.items() for row in time_selection(name, s, xla=name in BESIDE_XLA)
-    ]
-    result["audit_times"] = [time_masses(name, s) for name, s in AUDIT_MASS_SHAPES.items()]
     if args.tune:
-        result["tune"] = tune()
+        result |= tune()
+    else:
+        result["select"] = [
+            row for name, s in SELECT_SHAPES.items() for row in time_selection(name, s, xla=name in BESIDE_XLA)
+        ]
+        result["audit"] = [time_masses(name, s) for name, s in AUDIT_MASS_SHAPES.items()]
     table(result)
     if args.json:
         with open(args.json, "w") as file:
@@ -223,15 +219,16 @@ def main() -> None:
 
 def table(result: dict) -> None:
     """What was timed, a line each."""
-    for r in result["select_times"]:
+    for r in result["select"]:
         twin = f" | xla {r['xla_us']:7.1f} us, {r['xla_launches']} launches" if "xla_us" in r else ""
         print(
             f"{r['shape']:28} {r['name']:5} {r['us']:6.1f} us | {r['all_us']:6.1f} us, {r['launches']} launches{twin}"
         )
-    for r in result["audit_times"]:
+    for r in result["audit"]:
         speed = f"{r['tb_s']:.2f} TB/s ({r['tb_s'] * 1e12 / result['ceiling']:.0%})"
         units = f"{r['units']:6} units {r['us']:6.1f} us {speed}"
-        print(f"{r['shape']:28} {units} | {r['all_us']:6.1f} us, {r['launches']} launches")
+        config = " ".join(f"{k} {r[k]}" for k in ("blocks", "stages", "checksums") if k in r)
+        print(f"{r['shape']:28} {units} | {r['all_us']:6.1f} us, {r['launches']} launches {config}")
 
 
 if __name__ == "__main__":
