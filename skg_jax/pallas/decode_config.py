@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from skg_jax.pallas import smem
+from skg_jax.types import BLOCK
 
 MULTIPROCESSORS = 132  # of an H100 or H200
-RESIDENT = 2  # blocks that a multiprocessor holds at head dim 128; they hide each other's softmax
+RESIDENT = 2  # blocks per multiprocessor in a wave; they hide each other's softmax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +20,8 @@ class PagedDecodeConfig:
 
     tile: int = 64
     """Tokens per step of the softmax: 64 or 128."""
-    stages: int = 3
-    """Tiles of K and V in flight per block."""
+    stages: int = 2
+    """Tiles of K and V in flight per block. Fewer leave room for more blocks: 2 beat 3 by 1 to 3% wherever measured."""
     splits: int | None = None
     """Blocks that share one list; None: `pick_splits`."""
     expected_pages: int | None = None
@@ -37,6 +39,31 @@ class PagedDecodeConfig:
 
 
 DEFAULT = PagedDecodeConfig()
+
+
+class Spec(NamedTuple):
+    """Everything about one call that is static."""
+
+    pairs: int  # B * K
+    kv_heads: int
+    blocks: int  # P
+    max_pages: int  # of a row
+    head_dim: int
+    group: int
+    columns: int
+    page: int
+    tile: int
+    stages: int
+    splits: int
+    listed: bool
+
+    @property
+    def per_tile(self) -> int:
+        return self.tile // self.page
+
+    @property
+    def parts(self) -> int:
+        return BLOCK // self.page
 
 
 def pick_splits(batch: int, kv_heads: int, tokens: int, config: PagedDecodeConfig) -> int:

@@ -27,7 +27,8 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one number per column of a TILE
 def operand(shape: tuple[int, ...], dtype) -> Any:
     """An allocation that TMA fills and wgmma reads: rows of 128 bytes, swizzled."""
     elements = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(128)))
+    tiling, swizzle = plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def nbytes(shape: tuple[int, ...], dtype) -> int:

@@ -12,6 +12,7 @@ import scipy.special
 from skg_jax import attention
 from skg_jax.pallas import dispatch
 from skg_jax.pallas.decode_config import DEFAULT, PagedDecodeConfig, pick_splits, shared_memory
+from skg_jax.pallas.dispatch import Implementation
 from skg_jax.pallas.merge import merge_splits
 from skg_jax.pallas.paged_decode import paged_decode
 from skg_jax.pallas.shapes import PAGED_DECODE_SHAPES
@@ -20,7 +21,7 @@ from tests.pallas import decode_cases as cases
 from tests.pallas.decode_cases import LAYER, Case
 
 
-def run(case: Case, implementation: str, page_size: int, **config):
+def run(case: Case, implementation: Implementation | None, page_size: int, **config):
     """Output and log-sum-exp of one call, as numpy arrays."""
     found = attention.sparse(
         case.q, case.cache, LAYER, case.selection, case.length, page_size, implementation=implementation,

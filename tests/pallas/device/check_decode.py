@@ -14,6 +14,7 @@ import functools
 import json
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,18 +55,17 @@ def correctness() -> list[dict]:
     return [_check(*cell) for cell in grid]
 
 
-def _check(page: int, dim: int, group: int, dtype, config: dict) -> dict:
-    case, config = cases.make(page, dim, group, dtype), PagedDecodeConfig(**config)
-    listed = lambda: attention.sparse(
-        *case[:2], cases.LAYER, *case[2:], page, implementation="mosaic_gpu", config=config
-    )
-    twin = attention.sparse(*case[:2], cases.LAYER, *case[2:], page, implementation="xla")
-    error, lse_error = errors(listed(), twin)
+def _check(page: int, dim: int, group: int, dtype, fields: dict) -> dict:
+    case, config = cases.make(page, dim, group, dtype), PagedDecodeConfig(**fields)
+    args: Any = case.q, case.cache, cases.LAYER, case.selection, case.length, page
+    listed = lambda: attention.sparse(*args, implementation="mosaic_gpu", config=config)
+    error, lse_error = errors(listed(), attention.sparse(*args, implementation="xla"))
     same = all(equal(listed(), listed()) for _ in range(4))
     if page == 64:  # the pass without lists
         case = cases.make(64, dim, group, dtype, chosen=cases.every_page())
-        whole = [attention.dense(*case[:2], cases.LAYER, case.length, implementation=w) for w in ("mosaic_gpu", "xla")]
-        error, lse_error = (max(pair) for pair in zip((error, lse_error), errors(*whole), strict=True))
+        args = case.q, case.cache, cases.LAYER, case.length
+        kernel, twin = (attention.dense(*args, implementation=which) for which in ("mosaic_gpu", "xla"))
+        error, lse_error = (max(pair) for pair in zip((error, lse_error), errors(kernel, twin), strict=True))
     row = {"page": page, "dim": dim, "group": group, "dtype": jnp.dtype(dtype).name, "error": error}
     row |= {"lse_error": lse_error, "repeats_equal": same}
     row["ok"] = error <= 2e-3 and lse_error <= 1e-5 and same
@@ -94,7 +94,7 @@ def kernels(f, *args, iterations: int = 3) -> list[tuple[str, float]]:
     """(name, median microseconds) of every kernel that one call launches."""
     from jax.experimental.mosaic.gpu import profiler
 
-    runs = profiler.measure(f, aggregate=False, iterations=iterations)(*args)[1]
+    runs: Any = profiler.measure(f, aggregate=False, iterations=iterations)(*args)[1]
     return [(runs[0][i][0], 1e3 * statistics.median(run[i][1] for run in runs)) for i in range(len(runs[0]))]
 
 
@@ -143,13 +143,15 @@ def program(batch: int, page: int, share: float, *, context: int = CONTEXT, list
     length = jnp.full(batch, context, jnp.int32)
     qs = [jax.random.normal(jax.random.key(i), (batch, HEADS, DIM), jnp.bfloat16) for i in range(count)]
 
-    def run(qs, k, v, table, lists):
+    def run(qs, k, v, table, lists, length):
         call = functools.partial(paged_decode, page_size=page, config=config)
-        calls = zip(qs, lists, strict=True)
-        return [call(q, k, v, table, *ids, length, jnp.int32(i % LAYERS)) for i, (q, ids) in enumerate(calls)]
+        return [
+            call(q, k, v, table, ids, counts, length, jnp.int32(i % LAYERS))
+            for i, (q, (ids, counts)) in enumerate(zip(qs, lists, strict=True))
+        ]
 
     where = lists(batch, page, share, context, count) if listed else [(None, None)] * count
-    args = (qs, *pools(), table(batch, context), where)
+    args = (qs, *pools(), table(batch, context), where, length)
     return jax.jit(run), args, count
 
 
@@ -198,9 +200,8 @@ def one_call(f, args, count: int) -> dict:
 
 def at_scale(f, args, page: int) -> dict:
     """Errors of the first call against the XLA twin; equality of two runs."""
-    qs, k, v, blocks, ids = args
+    qs, k, v, blocks, ids, length = args
     cache = kv.init(1, KV_HEADS, DIM, 1, 64, jnp.bfloat16)._replace(k=k, v=v, page_table=blocks)
-    length = jnp.full(blocks.shape[0], CONTEXT, jnp.int32)
     page_ids, num_pages = ids[0]
     selection = cases.selection(page_ids, num_pages, jnp.zeros(page_ids.shape, bool))
     found = f(*args)
@@ -250,12 +251,13 @@ def appending(batch: int = 8, tokens: int = 4) -> dict:
     position = [jnp.asarray(rng.integers(0, CONTEXT, batch), jnp.int32) for _ in new]
 
     def kernel(pools, layer, new, position):
-        return append(*pools, where, layer, *new, position)
+        (k, v, norm), (new_k, new_v) = pools, new
+        return append(k, v, norm, where, layer, new_k, new_v, position)
 
     def scatters(pools, layer, new, position):
         cache = kv.init(1, KV_HEADS, DIM, 1, 64, jnp.bfloat16)._replace(page_table=where)
         cache = cache._replace(k=pools[0], v=pools[1], key_norm=pools[2])
-        cache = kv.append(cache, layer, *new, position)
+        cache = kv.append(cache, layer, new[0], new[1], position)
         return cache.k, cache.v, cache.key_norm
 
     def repeated(f, pools, new, position):
@@ -268,10 +270,10 @@ def appending(batch: int = 8, tokens: int = 4) -> dict:
     results = []
     for name, f in (("kernel", kernel), ("scatters", scatters)):
         run, args = functools.partial(repeated, f), ((k, v, norm), new, position)
-        owned = jax.jit(run, donate_argnums=0).lower(*args).compile()
+        memory: Any = jax.jit(run, donate_argnums=0).lower(*args).compile().memory_analysis()
         found = kernels(jax.jit(run), *args)
         calls = LAYERS * tokens
-        row[name] = {"temporary MB": owned.memory_analysis().temp_size_in_bytes / 1e6, "us": total(found) / calls}
+        row[name] = {"temporary MB": memory.temp_size_in_bytes / 1e6, "us": total(found) / calls}
         row[name] |= {"launches": len(found) / calls, "kernels": sorted({kernel for kernel, _ in found})}
         results.append(jax.jit(run)(*args))
     one, other = results
