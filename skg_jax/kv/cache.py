@@ -125,16 +125,15 @@ def seal(cache: PagedKVCache, blocks: Int[Array, " n"], full: Bool[Array, " n"])
     it has no bound and will always be read.
     """
     k, v = cache.k[:, blocks], cache.v[:, blocks]
-    built, key_norm, fits = sketch.build(k)
+    built, fits = sketch.build(k)
     # a dropped scatter index leaves the pool untouched for blocks that are not full
     at = jnp.where(full, blocks, cache.written.shape[0])
     put = lambda pool, new: pool.at[:, at].set(new.astype(pool.dtype), mode="drop")
     version = jnp.where(jnp.all(fits, axis=(0, 2)), cache.written[blocks], NEVER)
-    value_norm = jnp.max(_norm_up(v), axis=-1)
     return cache._replace(
         sketch=jax.tree.map(put, cache.sketch, built),
-        key_norm=put(cache.key_norm, jnp.maximum(key_norm, jnp.max(_norm_up(k), axis=-1))),
-        value_norm=put(cache.value_norm, value_norm),
+        key_norm=put(cache.key_norm, jnp.max(_norm_up(k), axis=-1)),
+        value_norm=put(cache.value_norm, jnp.max(_norm_up(v), axis=-1)),
         sealed=cache.sealed.at[at].set(version, mode="drop"),
         k_sum=put(cache.k_sum, integrity.checksum(k)),
         v_sum=put(cache.v_sum, integrity.checksum(v)),

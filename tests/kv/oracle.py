@@ -12,8 +12,12 @@ def f64(x) -> np.ndarray:
 
 def decode(record: Sketch) -> np.ndarray:
     """The copy of the keys, [..., 64, H], in exact arithmetic."""
-    packed = np.asarray(record.codes)
-    codes = np.concatenate([packed % 16, packed // 16], axis=-1)
+    words, dim = np.asarray(record.codes), record.low.shape[-1]
+    codes = np.zeros((*words.shape[:-1], dim))
+    for d in range(dim):
+        chunk, word, pair, odd = d % 32 // 8, d // 32, d % 8 // 2, d % 2
+        at = chunk * (words.shape[-1] // 4) + word
+        codes[..., d] = words[..., at] >> (4 * pair + 16 * odd) & 15
     return f64(record.low)[..., None, :] + codes * f64(record.step)[..., None, :]
 
 
@@ -29,7 +33,7 @@ def log_mass(score: np.ndarray, page_size: int) -> np.ndarray:
     return top + np.log(np.exp(pages - top[..., None]).sum(-1))
 
 
-def bounds(q, record: Sketch, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+def bounds(q, record: Sketch, page_size: int, kind: str = "sketch") -> tuple[np.ndarray, np.ndarray]:
     """The sketch's bounds without any allowance for rounding."""
     q, step, low = f64(q), f64(record.step)[..., None, :], f64(record.low)[..., None, :]
     scale = np.sqrt(q.shape[-1])
@@ -37,7 +41,8 @@ def bounds(q, record: Sketch, page_size: int) -> tuple[np.ndarray, np.ndarray]:
     by_norm = np.linalg.norm(q, axis=-1)[..., None] * f64(record.residual)[..., None, :] / scale
     by_step = (np.abs(q) * step).sum(-1)[..., None] / 2 / scale
     ends = q * low / scale, q * (low + 15 * step) / scale
-    reach = np.minimum(by_norm, by_step)
+    by_group = np.linalg.norm(q * step, axis=-1)[..., None] * f64(record.norms)[..., 0, None, None] / scale
+    reach = np.minimum(by_norm, by_step) if kind == "sketch" else by_group
     lower = np.maximum(score - reach, np.minimum(*ends).sum(-1)[..., None])
     upper = np.minimum(score + reach, np.maximum(*ends).sum(-1)[..., None])
     return log_mass(lower, page_size), log_mass(upper, page_size)
