@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +82,10 @@ def _launch(refs, tokens, where, blocks: int, interpret) -> None:
     def body(*gmem):
         pl.run_scoped(functools.partial(_kernel, *gmem, blocks=blocks, heads=heads), *scratch)
 
-    pl.kernel(
-        body, out_type=(), mesh=mesh, name="paged_append", interpret=interpret,
-        compiler_params=plgpu.CompilerParams(),
-    )(*refs, k, v, *where)  # fmt: skip
+    launch: Any = pl.kernel(
+        body, (), mesh=mesh, name="paged_append", interpret=interpret, compiler_params=plgpu.CompilerParams()
+    )
+    launch(*refs, k, v, *where)
 
 
 def _kernel(

@@ -13,8 +13,8 @@ arrived on its `free` barrier, each after its own wait for the wgmma that read i
 tile only after the max reduction of that tile, which holds warpgroup barriers, and every lane reaches it after its
 wait for the wgmma that read P. Whoever removes that reduction must put a barrier in its place. (3) `_hide` reads and
 writes V in one layout: each lane touches its own elements only, `commit_smem` (fence and barrier) follows before the
-wgmma reads them, and the slot is released after that. (4) What `store_rows` writes to shared memory is read by other
-lanes and by TMA after its `commit_smem`.
+wgmma reads them, and the slot is released after that. (4) The queries, and what `store_rows` leaves, are written to
+shared memory once, and read by wgmma, TMA and other lanes only after a `commit_smem`.
 """
 
 from __future__ import annotations
@@ -229,4 +229,4 @@ def _wgmma(a, b, shape: tuple[int, int]):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))

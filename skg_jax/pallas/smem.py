@@ -43,7 +43,7 @@ def require(items: dict[str, int], advice: str) -> None:
         raise NotImplementedError(f"The kernel needs {total} of {LIMIT} bytes of shared memory ({listed}): {advice}.")
 
 
-def across(column, shape: tuple[int, int]):
+def across(column, shape: tuple[int, ...]):
     """Repeat one number per column over the rows of a tile."""
     return lax.broadcast_in_dim(column, shape, [1])
 

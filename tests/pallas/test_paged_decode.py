@@ -159,20 +159,20 @@ def test_real_shapes_lower(name):
     assert "mosaic_gpu" in lower(whole, config=PagedDecodeConfig(splits=splits))
 
 
-@pytest.mark.parametrize("name", ["llama-8b-b8-32k-page64-100%", "smollm2-135m-b1-8k"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama-8b-b8-32k-page64-100%", jnp.bfloat16), ("smollm2-135m-b1-8k", jnp.float16)]
+)
 def test_the_pass_over_everything_lowers(name, dtype):
     assert "mosaic_gpu" in lower(PAGED_DECODE_SHAPES[name], dtype, listed=False)
 
 
-@pytest.mark.parametrize("group", [1, 16])
-def test_what_fits_by_the_estimate_lowers_and_one_stage_more_does_not(group, monkeypatch):
+def test_what_fits_by_the_estimate_lowers_and_one_stage_more_does_not(monkeypatch):
     from skg_jax.pallas import paged_decode as module
 
     shape = PAGED_DECODE_SHAPES["llama-8b-b8-32k-page16-100%"]
-    shape = dataclasses.replace(shape, heads=8 * group)
+    shape = dataclasses.replace(shape, heads=8 * 16)
     fits = lambda stages: (
-        sum(shared_memory(PagedDecodeConfig(stages=stages), 128, group, jnp.bfloat16, jnp.float32).values()) <= LIMIT
+        sum(shared_memory(PagedDecodeConfig(stages=stages), 128, 16, jnp.bfloat16, jnp.float32).values()) <= LIMIT
     )
     most = max(stages for stages in range(1, 20) if fits(stages))
     lower(shape, config=PagedDecodeConfig(stages=most, splits=1))
