@@ -25,9 +25,9 @@ from skg_jax.pallas import dispatch, smem
 from skg_jax.pallas.lanes import SLOTS, WARPGROUP, Lanes
 
 LOG_FLOOR = -64.0  # pages this far below a head's best have no share: no denormal numbers
+WHOLE = 2**30  # a share of one, where shares are added: as integers every order gives the same sum
 _MOST_REGISTERS = 32  # pages that one lane can hold beside everything else
 _HIGHEST_BIT = 29  # shares are at most 1, and 2.0 is the first number with bit 30
-_WHOLE = 2**30  # a share of one as a weight: integers, so that every order gives the same sum
 
 type By = Literal["count", "share"]
 type Lists = tuple[Int[Array, "B K M"], Int[Array, "B K"], Bool[Array, "B K M"]]
@@ -151,7 +151,7 @@ def _kernel(
     flag = lanes.load(must_gmem, (b,), used_pages, jnp.int32)
     forced, others = used & (flag != 0), used & (flag == 0)
     share = _share(estimate_gmem, [(b, k, g) for g in range(groups)], used, used_pages, lanes)
-    weight = (share * _WHOLE + 0.5).astype(jnp.int32) if by == "share" else jnp.ones_like(ids)
+    weight = (share * WHOLE + 0.5).astype(jnp.int32) if by == "share" else jnp.ones_like(ids)
     limit = _limit(budget_gmem[b], used_pages, by)
     best = _first(share, weight, others, lanes.sum(jnp.where(forced, weight, 0)), limit, ids, lanes, by)
     read = jnp.where(forced | best, 1, 0)
@@ -175,7 +175,7 @@ def _share(estimate_gmem, rows, used, used_pages, lanes):
 def _limit(budget, used_pages, by: By):
     """What the weight of the pages ahead of a page must stay below."""
     if by == "share":
-        return jnp.where(budget >= 1, jnp.int32(2**31 - 1), _ceil(jnp.where(budget < 1, budget, 1.0) * _WHOLE))
+        return jnp.where(budget >= 1, jnp.int32(2**31 - 1), _ceil(jnp.where(budget < 1, budget, 1.0) * WHOLE))
     most = used_pages.astype(jnp.float32)
     fraction = _ceil(jnp.where(budget < 1, budget, 0.0) * most)
     asked = jnp.where(budget < 1, fraction.astype(jnp.float32), budget)

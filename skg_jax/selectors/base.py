@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from skg_jax.kv.sketch import PageScores
-
-LOG_FLOOR = -64.0
-WHOLE = 2**30  # a share of one, where shares are added: as integers every order gives the same sum
+from skg_jax.pallas.select import LOG_FLOOR
 
 
 class Selection(NamedTuple):

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from skg_jax.pallas import dispatch, select
 from skg_jax.pallas.dispatch import Implementation
-from skg_jax.selectors.base import WHOLE, SelectContext, Selection, Selector, estimated_share, forced_pages, take
+from skg_jax.pallas.select import WHOLE
+from skg_jax.selectors.base import SelectContext, Selection, Selector, estimated_share, forced_pages, take
 
 
 def topp(implementation: Implementation | None = None) -> Selector:

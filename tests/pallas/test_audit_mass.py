@@ -60,6 +60,13 @@ def test_nothing_but_padding_gives_zeros():
     assert cases.padding_is_blank(compiled(16)(case.q, case.k, *case.units), case)
 
 
+def test_masses_alone_are_the_same_masses():
+    case, alone = cases.make((2, 2, 8, 2, 5, 64), 21, 16), AuditMassConfig(blocks=2, stages=2, checksums=False)
+    both, masses = (compiled(16, config)(case.q, case.k, *case.units) for config in (SMALL, alone))
+    np.testing.assert_array_equal(masses.log_mass, both.log_mass)
+    assert not np.asarray(masses.checksum).any() and not races_found()
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_bound_stays_inside_the_slack_of_the_audit(dim):
     norms = jnp.ones(1), jnp.ones((1, dim)) / dim**0.5

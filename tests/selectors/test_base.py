@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from skg_jax import selectors
+from skg_jax.pallas.select import LOG_FLOOR
 from skg_jax.selectors import dense
-from skg_jax.selectors.base import LOG_FLOOR, estimated_share, take
+from skg_jax.selectors.base import estimated_share, take
 from tests.selectors.contexts import context, jitted, listed, share_of
 
 B, K, G, M = 2, 3, 2, 19

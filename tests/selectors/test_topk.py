@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from skg_jax.pallas.select import LOG_FLOOR
 from skg_jax.selectors import topk
-from skg_jax.selectors.base import LOG_FLOOR
 from tests.selectors.contexts import context, jitted, listed, share_of
 
 B, K, G, M = 2, 3, 2, 37
