@@ -55,7 +55,7 @@ def intervals(key: jax.Array, data: Unknowns) -> tuple[np.ndarray, np.ndarray]:
 
     def after(count):
         seen = jnp.arange(READS) < count
-        above = kw.update_batch(kw.init(config), *kw.observe_wor(slack, law[index], seen))
+        above = kw.update_batch(kw.init(config), kw.observe_wor(slack, law[index], seen))[0]
         below = kw.update_batch(kw.init(config), *kw.observe_wor(x, law[index], seen))
         return kw.lower(below, floor, cap, level, eta, config), kw.upper(above, cap, floor, level, eta, config)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float
 
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import Info, RealLike
 from skg_jax.stats.means import (
     ROUNDING,
     Design,
@@ -74,20 +74,22 @@ def init(config: BettingConfig = DEFAULT, dtype: DTypeLike = jnp.float32) -> Bet
     return BettingState(design(config, dtype), no_moments(dtype), jnp.asarray(config.cap, dtype), zeros, zeros)
 
 
-def update(state: BettingState, x: Float[Array, ""] | float) -> BettingState:
-    """Take one observation in [0, 1]; anything else sets `state.moments.invalid`."""
+def update(state: BettingState, x: Float[Array, ""] | float) -> tuple[BettingState, Info]:
+    """Take one observation in [0, 1]; anything else raises outside of jit, and voids the state inside."""
     return update_batch(state, jnp.asarray(x, state.capital.dtype)[None])
 
 
-def update_batch(state: BettingState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None) -> BettingState:
+def update_batch(
+    state: BettingState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
+) -> tuple[BettingState, Info]:
     """Take n observations in their order, skipping those that are not valid (padding)."""
-    moments, past = advance(state.plan, state.moments, x, valid)
+    moments, past, info = advance(state.plan, state.moments, x, valid)
     mu, dead = _means(state, past)
     bet = jnp.minimum(bets(state.plan, past)[..., None], state.cap / mu)
     gains = jnp.where(past.use[:, None], jnp.log1p(bet * (past.x[..., None] - mu)), 0)
     path = state.capital[:, None] + jnp.cumsum(gains, axis=1)
     peak = jnp.where(dead & past.use[:, None], DEAD, path).max(1, initial=0)
-    return state._replace(moments=moments, capital=path[:, -1], peak=jnp.maximum(state.peak, peak))
+    return state._replace(moments=moments, capital=path[:, -1], peak=jnp.maximum(state.peak, peak)), info
 
 
 def bets(plan: Design, past: Past) -> Float[Array, "2 n"]:

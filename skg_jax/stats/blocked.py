@@ -5,7 +5,6 @@ is looked at after each block of draws instead of after each draw: a running max
 valid, and products of four factors need one logarithm instead of four.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -33,14 +32,16 @@ class BlockedLaw(NamedTuple):
     ends: UInt32[Array, "blocks"]
 
 
-def integer_law(p: Float[Array, "U"]) -> BlockedLaw:
-    """Integers k of about 2**30 in total in proportion to p, at least 1 where p > 0. p: finite, >= 0, of any sum.
+def integer_law(p: Float[Array, "U"], total: RealLike) -> BlockedLaw:
+    """Integers k of about 2**30 in total in proportion to p, at least 1 where p > 0.
+
+    p: finite, >= 0. total: their sum, up to a few percent.
 
     Raises ValueError for more than 2**28 units, for which the counts might pass 2**31.
     """
     if p.size > sampling.MAX_UNITS:
         raise ValueError(f"p has {p.size} units, but the law holds at most {sampling.MAX_UNITS}; split the population.")
-    scaled = p * (sampling.TICKETS / jnp.maximum(p.sum(), sampling.TINY))
+    scaled = p * (sampling.TICKETS / jnp.maximum(jnp.asarray(total), sampling.TINY))
     k = jnp.where(p > 0, jnp.maximum(scaled + 0.5, 1), 0).astype(jnp.int32)  # to uint32 would be slower
     folds = [jnp.pad(jax.lax.bitcast_convert_type(k, jnp.uint32), (0, -p.size % 2**FOLDS))]
     for _ in range(FOLDS):
@@ -91,18 +92,19 @@ def log_wealth(state: kw.KWState, cap: RealLike, m: RealLike, eta: RealLike, con
     v = jnp.where(valid & (room > 0), jnp.minimum(state.y / jnp.where(room > 0, room, 1), MOST), 0)
     dead = _blocks(valid & (remaining < -eta), False).any(1)
     v, valid = _blocks(v, 0.0), _blocks(valid, False)
-    logs = [_log_products(v, valid, beta) + math.log(w) for beta, w in zip(config.betas, config.weights, strict=True)]
-    path = jax.scipy.special.logsumexp(jnp.stack(logs), axis=0)
+    logs = jnp.stack([_log_products(v, valid, beta) for beta in config.betas])
+    weights = jnp.log(jnp.asarray(config.weights, dtype))[:, None]
+    path = jax.scipy.special.logsumexp(prefix_sum(logs) + weights, axis=0)
     path = jnp.where(jax.lax.cummax(dead.astype(jnp.int32)) > 0, jnp.inf, path)
     return jnp.max(path - kw.LOG_ERROR * DRAWS * jnp.arange(1, path.size + 1, dtype=dtype), initial=0)
 
 
 def _log_products(v: Float[Array, "blocks draws"], valid: Bool[Array, "blocks draws"], beta: float):
-    """log of the product of the factors of a bet up to the end of each block."""
+    """log of the product of the factors of a bet over each block."""
     factor = jnp.where(valid, (1 - beta) + beta * v, 1)
     quarter = DRAWS // 4
     four = [factor[:, i * quarter : (i + 1) * quarter] for i in range(4)]
-    return prefix_sum(jnp.log(jnp.maximum(four[0] * four[1] * four[2] * four[3], LEAST)).sum(1))
+    return jnp.log(jnp.maximum(four[0] * four[1] * four[2] * four[3], LEAST)).sum(1)
 
 
 def _blocks(x: Array, empty) -> Array:

@@ -11,26 +11,15 @@ References:
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float
 
-from skg_jax.stats._types import RealLike
+from skg_jax.stats import plugin
+from skg_jax.stats._types import Info, RealLike
 from skg_jax.stats.boundaries import best_rho, gamma_exponential_root
-from skg_jax.stats.means import (
-    Design,
-    MeanConfig,
-    Moments,
-    advance,
-    as_interval,
-    centres,
-    check_first_mean,
-    design,
-    no_moments,
-    thresholds,
-)
-from skg_jax.stats.sums import prefix_sum
+from skg_jax.stats.means import MeanConfig, advance, centres, check_first_mean
+from skg_jax.stats.plugin import PluginState
 
 MAX_LEVEL = 0.49  # the one-sided mixture has no best precision from 1/2 on
 
@@ -55,70 +44,35 @@ class ConjugateMixtureConfig(MeanConfig):
 DEFAULT = ConjugateMixtureConfig()
 
 
-class ConjugateMixtureState(NamedTuple):
-    """Sums of both sides, and the best lower bound so far at the configured level. rho: precision of the mixture."""
-
-    plan: Design
-    moments: Moments
-    rho: Float[Array, "*batch 2"]
-    first_mean: Float[Array, "*batch"]
-    numerator: Float[Array, "*batch 2"]
-    denominator: Float[Array, "*batch 2"]
-    variation: Float[Array, "*batch 2"]
-    best: Float[Array, "*batch 2"]
-
-
-def init(config: ConjugateMixtureConfig = DEFAULT, dtype: DTypeLike = jnp.float32) -> ConjugateMixtureState:
+def init(config: ConjugateMixtureConfig = DEFAULT, dtype: DTypeLike = jnp.float32) -> PluginState:
     """A process without observations: its bounds are (0, 1)."""
     levels = [config.alpha * share for share in (config.lower_share, 1 - config.lower_share)]
     rho = [best_rho(config.v_opt, min(level, MAX_LEVEL)) if level > 0 else config.v_opt for level in levels]
-    choices = jnp.asarray(rho, dtype), jnp.asarray(config.first_mean, dtype)
-    return ConjugateMixtureState(design(config, dtype), no_moments(dtype), *choices, *(jnp.zeros(2, dtype),) * 4)
+    return plugin.init(config, (rho[0], rho[1]), dtype, config.first_mean)
 
 
-def update(state: ConjugateMixtureState, x: Float[Array, ""] | float) -> ConjugateMixtureState:
-    """Take one observation in [0, 1]; anything else sets `state.moments.invalid`."""
+def update(state: PluginState, x: Float[Array, ""] | float) -> tuple[PluginState, Info]:
+    """Take one observation in [0, 1]; anything else raises outside of jit, and voids the state inside."""
     return update_batch(state, jnp.asarray(x, state.numerator.dtype)[None])
 
 
 def update_batch(
-    state: ConjugateMixtureState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
-) -> ConjugateMixtureState:
+    state: PluginState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
+) -> tuple[PluginState, Info]:
     """Take n observations in their order, skipping those that are not valid (padding)."""
-    moments, past = advance(state.plan, state.moments, x, valid)
-    sums = lambda start, terms: start[:, None] + prefix_sum(jnp.where(past.use, terms, 0))
-    num = sums(state.numerator, past.x + past.total / past.left)
-    den = sums(state.denominator, jnp.broadcast_to(1 + (past.time - 1) / past.left, past.x.shape))
-    squares = sums(state.variation, (past.x - centres(past, state.first_mean)) ** 2)
-    best = _lower(num, den, squares, thresholds(state.plan, state.plan.alpha)[:, None], state.rho[:, None])
-    best = jnp.maximum(state.best, best.max(1, initial=0))
-    return state._replace(
-        moments=moments, numerator=num[:, -1], denominator=den[:, -1], variation=squares[:, -1], best=best
-    )
+    moments, past, info = advance(state.plan, state.moments, x, valid)
+    squares = (past.x - centres(past, state.first_mean)) ** 2
+    return plugin.extend(state, moments, past, jnp.ones_like(squares), squares, _margin(state)), info
 
 
-def bound(state: ConjugateMixtureState, alpha: RealLike) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(lower, upper) for the mean, at error alpha over all times.
-
-    The present interval at alpha, intersected with all earlier ones at the configured level where that is not above
-    alpha.
-
-    Raises:
-        ValueError: alpha is a Python number outside (0, 1). An array outside gives (0, 1).
-    """
-    now = _lower(state.numerator, state.denominator, state.variation, thresholds(state.plan, alpha), state.rho)
-    known = jnp.asarray(alpha, state.plan.alpha.dtype) >= state.plan.alpha
-    return as_interval(state.plan, state.moments, jnp.maximum(now, jnp.where(known, state.best, 0)), alpha)
+def bound(state: PluginState, alpha: RealLike) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(lower, upper) for the mean, at error alpha over all times; as `plugin.bound`."""
+    return plugin.bound(state, alpha, _margin(state))
 
 
-def _lower(
-    num: Float[Array, "2 *n"],
-    den: Float[Array, "2 *n"],
-    squares: Float[Array, "2 *n"],
-    tail: Float[Array, "2 *#n"],
-    rho: Float[Array, "2 *#n"],
-) -> Float[Array, "2 *n"]:
-    used = (den > 0) & jnp.isfinite(tail)
-    tail, rho = jnp.broadcast_arrays(jnp.where(jnp.isfinite(tail), tail, 1), rho)
-    margin = gamma_exponential_root(squares, jnp.broadcast_to(tail, num.shape), jnp.broadcast_to(rho, num.shape))
-    return jnp.where(used, (num - margin) / jnp.where(used, den, 1), 0)
+def _margin(state: PluginState) -> plugin.Margin:
+    def margin(squares, tail):
+        rho = state.choice.reshape(2, *(1,) * (squares.ndim - 1))
+        return gamma_exponential_root(squares, *jnp.broadcast_arrays(tail, rho + 0 * squares))
+
+    return margin

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float
 
 from skg_jax.stats import plugin
+from skg_jax.stats._types import Info
 from skg_jax.stats.means import MeanConfig, advance
 from skg_jax.stats.plugin import PluginState, bound
 
@@ -38,14 +39,16 @@ def init(config: HoeffdingConfig = DEFAULT, dtype: DTypeLike = jnp.float32) -> P
     return plugin.init(config, config.truncation, dtype)
 
 
-def update(state: PluginState, x: Float[Array, ""] | float) -> PluginState:
-    """Take one observation in [0, 1]; anything else sets `state.moments.invalid`."""
+def update(state: PluginState, x: Float[Array, ""] | float) -> tuple[PluginState, Info]:
+    """Take one observation in [0, 1]; anything else raises outside of jit, and voids the state inside."""
     return update_batch(state, jnp.asarray(x, state.numerator.dtype)[None])
 
 
-def update_batch(state: PluginState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None) -> PluginState:
+def update_batch(
+    state: PluginState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
+) -> tuple[PluginState, Info]:
     """Take n observations in their order, skipping those that are not valid (padding)."""
-    moments, past = advance(state.plan, state.moments, x, valid)
+    moments, past, info = advance(state.plan, state.moments, x, valid)
     growth = past.time * jnp.log1p(past.time)
-    bets = jnp.minimum(jnp.sqrt(8 * state.plan.tuned[:, None] / growth), state.truncation)
-    return plugin.extend(state, moments, past, bets, bets**2 / 8)
+    bets = jnp.minimum(jnp.sqrt(8 * state.plan.tuned[:, None] / growth), state.choice[:, None])
+    return plugin.extend(state, moments, past, bets, bets**2 / 8), info

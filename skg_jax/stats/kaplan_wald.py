@@ -17,10 +17,12 @@ R <= inf {m : max_{s <= t} K_s(m) >= 1/alpha}.
 
 How draws were made is data: `observe_iid` (with replacement, nothing removed), `observe_wor` (without), or rounds of
 either (`removed` = slack taken out before the round); wealth is continued over rounds, never restarted. The lower bound
-is the same process by reflection: give x - l in the place of the slack.
+is the same process by reflection: give x - l in the place of the slack. `weighted_sum` keeps both sides of one sum.
 
 All functions take one process; `jax.vmap` makes many. Nothing branches on data and the memory is fixed. The dtype is
-the state's.
+the state's. A draw that cannot be (a negative or NaN slack: a value above its bound; a probability outside [0, 1])
+raises ValueError outside of jit; inside it sets `invalid` for good, and then nothing is certified and bounds are
+infinite.
 
 References:
     Stark, ALPHA (2023), arXiv:2201.02707, and SHANGRLA (2020), arXiv:1911.10035: the Kaplan-Wald martingale.
@@ -31,18 +33,20 @@ References:
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from skg_jax.stats._types import BoolLike, RealLike
+from skg_jax.stats._types import BoolLike, Info, RealLike, refuse
 from skg_jax.stats.sums import exclusive_prefix, prefix_sum, tree_sum
 
 GUARD = 2e-5  # on the remaining slack, relative to the cap; without it float32 loses coverage near exhaustion
 MASS_GUARD = 2e-6  # the probability mass still unread is rounded down by this
 LOG_ERROR = 1e-6  # rounding of one log factor, in nats
+UP = 1 + 1e-5  # what rounding may add to a probability of 1
+SLACK_RULE = "a value that was read lies within its bounds, so that its slack is at least 0 and finite"
 TINY = 1e-37
 HUGE = 1e30
 
@@ -90,13 +94,15 @@ class KWState(NamedTuple):
     """Evidence of the draws so far, in order (A = capacity).
 
     y: slack / conditional probability of the draw. spent: slack out of the population before the draw. count: draws
-    offered, also those beyond the capacity. known: slack of distinct units known by reading.
+    offered, also those beyond the capacity. known: slack of distinct units known by reading. invalid: a draw
+    could not be.
     """
 
     y: Float[Array, "*batch A"]
     spent: Float[Array, "*batch A"]
     count: Int32[Array, "*batch"]
     known: Float[Array, "*batch"]
+    invalid: Bool[Array, "*batch"]
 
     @property
     def valid(self) -> Bool[Array, "*batch A"]:
@@ -105,19 +111,26 @@ class KWState(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """n draws in the order of the arguments of `update_batch`: `update_batch(state, *observation)`."""
+    """n draws in order, or one.
 
-    slacks: Float[Array, "n"]
-    probs: Float[Array, "n"]
-    valid: Bool[Array, "n"]
-    removed: Float[Array, "n"]
+    slacks: cap minus value of the unit drawn.
+    probs: probability of the draw given the past, in [0, 1]; 0 carries no evidence.
+    valid: slots that hold a draw; the others may hold anything and take no room.
+    removed: slack out of the population before each draw, or before all of them.
+    distinct_known: slack of all distinct units read so far, these included; it bounds R by cap - known.
+    """
+
+    slacks: Float[Array, "*n"]
+    probs: Float[Array, "*n"]
+    valid: Bool[Array, "*n"]
+    removed: Float[Array, "*#n"]
     distinct_known: Float[Array, ""]
 
 
 def init(config: KWConfig = DEFAULT, dtype: DTypeLike = jnp.float32) -> KWState:
     """A process without draws: its wealth is 1 and its bound the cap."""
     zeros = jnp.zeros(config.capacity, dtype)
-    return KWState(zeros, zeros, jnp.zeros((), jnp.int32), jnp.zeros((), dtype))
+    return KWState(zeros, zeros, jnp.zeros((), jnp.int32), jnp.zeros((), dtype), jnp.zeros((), bool))
 
 
 def rounding_guard(cap: RealLike, lo: RealLike = 0.0, guard: float = GUARD) -> Float[Array, ""]:
@@ -128,6 +141,15 @@ def rounding_guard(cap: RealLike, lo: RealLike = 0.0, guard: float = GUARD) -> F
     rounded outwards by whoever sums it. eta costs about n eta / (cap - budget) nats.
     """
     return guard * jnp.maximum(jnp.abs(jnp.asarray(cap)), jnp.abs(jnp.asarray(lo)))
+
+
+def observe(
+    slack: RealLike, prob: RealLike, removed: RealLike = 0.0, known: RealLike = 0.0, valid: BoolLike = True
+) -> Observation:
+    """One draw."""
+    slack = jnp.asarray(slack, jnp.result_type(float) if isinstance(slack, float | int) else None)
+    real = lambda value: jnp.asarray(value, slack.dtype)
+    return Observation(slack, real(prob), jnp.asarray(valid), real(removed), real(known))
 
 
 def observe_iid(
@@ -159,56 +181,63 @@ def observe_wor(
     p_left, removed: mass unread and slack read before the first of these draws. The mass left is rounded down (never
     below the draw's own), which rounds the evidence down.
     """
-    slacks, p = _positive(slacks, valid), jnp.where(valid, p, 0)
+    taken, p = _positive(slacks, valid), jnp.where(valid, p, 0)
     left = jnp.maximum(jnp.asarray(p_left, p.dtype) - exclusive_prefix(p) - mass_guard, p)
-    removed = jnp.asarray(removed, slacks.dtype)
+    removed = jnp.asarray(removed, taken.dtype)
     probs = p / jnp.maximum(left, TINY)
-    return Observation(slacks, probs, valid, removed + exclusive_prefix(slacks), removed + tree_sum(slacks))
+    return Observation(slacks, probs, valid, removed + exclusive_prefix(taken), removed + tree_sum(taken))
 
 
-def update(
-    state: KWState,
-    slack: RealLike,
-    prob: RealLike,
-    spent: RealLike = 0.0,
-    distinct_known: RealLike = 0.0,
-    valid: BoolLike = True,
-) -> KWState:
-    """One draw; as `update_batch` with n = 1."""
-    as_row = lambda value: jnp.asarray(value, state.y.dtype)[None]  # noqa: E731
-    return update_batch(state, as_row(slack), as_row(prob), jnp.asarray(valid)[None], spent, distinct_known)
+def update(state: KWState, observation: Observation) -> tuple[KWState, Info]:
+    """Append one draw. Raises ValueError outside of jit for a draw that cannot be, see the module."""
+    one = jax.tree.map(lambda leaf: leaf[None], observation[:4])
+    return update_batch(state, Observation(*one, observation.distinct_known))
 
 
-def update_batch(
-    state: KWState,
-    slacks: Float[Array, "n"],
-    probs: Float[Array, "n"],
-    valid: Bool[Array, "n"],
-    removed: RealLike | Float[Array, "n"] = 0.0,
-    distinct_known: RealLike = 0.0,
-) -> KWState:
+@overload
+def update_batch(state: KWState, observation: Observation) -> tuple[KWState, Info]: ...
+
+
+@overload
+def update_batch(state: KWState, observation: Float[Array, "n"], *columns: Array) -> KWState: ...
+
+
+def update_batch(state: KWState, observation, *columns):
     """Append n draws in array code.
 
-    Args:
-        slacks: cap minus value of the unit drawn; below 0 or NaN counts as 0 (test `violated` before).
-        probs: probability of the draw given the past, within (0, 1]; 0 carries no evidence.
-        valid: slots that hold a draw; the others may hold anything and take no room.
-        removed: slack out of the population before each draw, or before all of them.
-        distinct_known: slack of all distinct units read so far, these included; it bounds R by cap - known.
+    Draws beyond the capacity are ignored. That is valid, since which ones is known before they are drawn. Given the
+    columns of an `Observation` one by one, it returns the state alone.
 
-    Draws beyond the capacity are ignored. That is valid, since which ones is known before they are drawn.
+    Raises:
+        ValueError: outside of jit, for a draw that cannot be; see the module.
     """
+    if columns:
+        return update_batch(state, Observation(observation, *columns))[0]
     dtype, capacity = state.y.dtype, state.y.shape[-1]
-    probs = jnp.where(valid, probs, 0)
+    slacks, probs, valid, removed, known = observation
+    bad = _impossible(observation)
+    probs = jnp.where(valid & (probs > 0), probs, 0)
     y = jnp.where(probs > 0, _positive(slacks, valid) / jnp.maximum(probs, TINY), 0)
-    spent = _positive(jnp.broadcast_to(jnp.asarray(removed, dtype), slacks.shape), valid)
+    spent = _positive(jnp.broadcast_to(removed.astype(dtype), slacks.shape), valid)
     slot = jnp.where(valid, state.count + jnp.cumsum(valid) - 1, capacity)
-    return KWState(
+    after = KWState(
         state.y.at[slot].set(jnp.minimum(y, HUGE).astype(dtype), mode="drop"),
         state.spent.at[slot].set(spent, mode="drop"),
         state.count + valid.sum(dtype=jnp.int32),
-        jnp.max(spent, initial=jnp.maximum(state.known, jnp.asarray(distinct_known, dtype))),
+        jnp.max(spent, initial=jnp.maximum(state.known, known.astype(dtype))),
+        state.invalid | bad,
     )
+    used = jnp.minimum(after.count, capacity) - jnp.minimum(state.count, capacity)
+    return after, Info(used, after.count - state.count - used, after.invalid)
+
+
+def _impossible(observation: Observation) -> Bool[Array, ""]:
+    slacks, probs, valid, removed, known = observation
+    slack = refuse(valid & ~((slacks >= 0) & (slacks < jnp.inf)), "slack", slacks, SLACK_RULE)
+    prob = refuse(valid & ~((probs >= 0) & (probs <= UP)), "prob", probs, "the probability of a draw lies in [0, 1]")
+    spent = refuse(valid & ~((removed >= 0) & (removed < jnp.inf)), "removed", removed, "slack read is not negative")
+    total = refuse(~(known < jnp.inf), "distinct_known", known, "the slack of units that were read is finite")
+    return slack | prob | spent | total
 
 
 def _positive(x: Float[Array, "n"], valid: Bool[Array, "n"]) -> Float[Array, "n"]:
@@ -218,7 +247,10 @@ def _positive(x: Float[Array, "n"], valid: Bool[Array, "n"]) -> Float[Array, "n"
 def wealth_path(
     state: KWState, cap: RealLike, m: RealLike, eta: RealLike, config: KWConfig = DEFAULT
 ) -> Float[Array, "A"]:
-    """log K_t(m) after each draw, against "R >= m"; +inf once m is certainly excluded. Empty slots repeat the last."""
+    """log K_t(m) after each draw, against "R >= m"; +inf once m is certainly excluded. Empty slots repeat the last.
+
+    0 throughout, which is no evidence, for a state that is invalid.
+    """
     dtype = state.y.dtype
     cap, m, eta, beta = (jnp.asarray(value, dtype) for value in (cap, m, eta, config.betas))
     remaining = cap - m - state.spent
@@ -228,7 +260,8 @@ def wealth_path(
     step = jnp.where(state.valid, jnp.log(jnp.maximum(factor, math.exp(config.log_floor))), 0)
     logs = prefix_sum(step) + jnp.log(jnp.asarray(config.weights, dtype))[:, None]
     excluded = jax.lax.cummax((state.valid & (remaining < -eta)).astype(jnp.int32)) > 0
-    return jnp.where(excluded, jnp.inf, jax.scipy.special.logsumexp(logs, axis=0))
+    path = jnp.where(excluded, jnp.inf, jax.scipy.special.logsumexp(logs, axis=0))
+    return jnp.where(state.invalid, 0, path)
 
 
 def log_wealth(
@@ -259,7 +292,15 @@ def certified(
 ) -> Bool[Array, ""]:
     """`decide` for a caller that has `log_wealth` at the budget at hand."""
     by_bounds = _cap_left(state, cap, eta) <= jnp.asarray(budget)
-    return by_bounds | (jnp.asarray(peak) >= log_inv_alpha)
+    level = check_level(log_inv_alpha)
+    return (by_bounds | (jnp.asarray(peak) >= level)) & (level > 0) & ~state.invalid
+
+
+def check_level(log_inv_alpha: RealLike) -> Float[Array, ""]:
+    """log(1/alpha), or NaN, which nothing reaches, unless 0 <= alpha < 1. Outside of jit it raises ValueError then."""
+    level = jnp.asarray(log_inv_alpha)
+    refuse(~(level > 0), "log_inv_alpha", level, "log(1/alpha) is positive, since alpha is a probability below 1")
+    return jnp.where(level > 0, level, jnp.nan)
 
 
 def upper(
@@ -277,9 +318,10 @@ def upper(
         eta: see `rounding_guard`.
 
     Returns:
-        U <= min(cap, cap - known slack + eta); the cap itself without draws.
+        U <= min(cap, cap - known slack + eta); the cap itself without draws; inf for a state or level that is invalid.
     """
     dtype = state.y.dtype
+    level = check_level(log_inv_alpha)
     high = _cap_left(state, cap, eta)
     low = jnp.minimum(jnp.asarray(floor, dtype), high)
     share = jnp.arange(1, config.grid + 1, dtype=dtype) / (config.grid + 1)
@@ -288,11 +330,12 @@ def upper(
     def refine(bracket, _):
         low, high = bracket
         edges = jnp.concatenate([low[None], low + (high - low) * share, high[None]])
-        kept = ~(peak(edges[1:-1]) >= log_inv_alpha)  # NaN is not a rejection
+        kept = ~(peak(edges[1:-1]) >= level)  # NaN is not a rejection
         last = jnp.max(jnp.where(kept, jnp.arange(1, config.grid + 1), 0))
         return (edges[last], jnp.minimum(edges[last + 1], high)), None
 
-    return jax.lax.scan(refine, (low, high), length=config.levels)[0][1]
+    found = jax.lax.scan(refine, (low, high), length=config.levels)[0][1]
+    return jnp.where(state.invalid | ~(level > 0), jnp.inf, found)
 
 
 def lower(
@@ -315,8 +358,13 @@ def violated(
 
     Both sides count: lower bounds may enter the definition of the other units' values.
     """
-    outside = ~((x >= lo) & (x <= cap))
-    return jnp.any(outside if valid is None else outside & valid)
+    bad = outside(x, lo, cap)
+    return jnp.any(bad if valid is None else bad & valid)
+
+
+def outside(x: Float[Array, "*n"], lo: Float[Array, "*n"], cap: Float[Array, "*n"]) -> Bool[Array, "*n"]:
+    """Which values are not within their bounds, NaN included."""
+    return ~((x >= lo) & (x <= cap))
 
 
 def planned_draws(cap: float, total: float, budget: float, log_inv_alpha: float, config: KWConfig = DEFAULT) -> float:

@@ -1,14 +1,16 @@
 """What the confidence sequences for the mean of [0, 1] variables share; each process has a file of its own.
 
-`hoeffding`, `empirical_bernstein`, `betting` and `conjugate_mixture` have one shape: `init(config)`,
-`update(state, x)`, `update_batch(state, x)`, `bound(state, alpha)`. All assume 0 <= x <= 1 and, given the past, either
-one conditional mean (`population=None`) or uniform draws without replacement from `population` items; nothing else. The
-bounds hold at every number of observations at once, so any stopping rule may be used.
+`hoeffding`, `empirical_bernstein`, `betting` and `conjugate_mixture` have one shape: `init(config) -> state`,
+`update(state, x) -> (state, info)`, `update_batch` for n in order, `bound(state, alpha) -> (lower, upper)`. All assume
+0 <= x <= 1 and, given the past, either one conditional mean (`population=None`) or uniform draws without replacement
+from `population` items; nothing else. The bounds hold at every number of observations at once, so any stopping rule may
+be used.
 
 Both sides are lower bounds: row 0 on the mean of x, row 1 on the mean of 1 - x. alpha is split between them by
 `lower_share`. lower > upper says that the set is empty, which has probability at most alpha.
 
-A NaN, a value outside [0, 1], or more draws than the population sets `invalid` for good, and the bounds become (0, 1).
+A NaN, a value outside [0, 1], or more draws than the population raises ValueError outside of jit; inside it sets
+`invalid` for good, and the bounds become (0, 1).
 
 References:
     Waudby-Smith, Ramdas (2024), arXiv:2010.09686: predictable plug-in and betting confidence sequences.
@@ -22,11 +24,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import Info, RealLike, refuse
 from skg_jax.stats.sums import exclusive_prefix, tree_sum
 
 PRIOR_MEAN, PRIOR_VARIANCE = 0.5, 0.25  # one observation that was never made, so that the first bets are defined
 UNUSED = 1e4  # log(1/alpha) that bets of a side without any alpha are tuned for; finite, so that 0 * bet is 0
+RULE = "it lies in [0, 1], and there are no more of them than items of the population"
 ROUNDING = 4  # ulps of the population that a remaining sum may be off by
 
 
@@ -114,18 +117,21 @@ def no_moments(dtype: DTypeLike) -> Moments:
 
 def advance(
     plan: Design, moments: Moments, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
-) -> tuple[Moments, Past]:
+) -> tuple[Moments, Past, Info]:
     """Take n observations, skipping those that are not valid.
 
     Returns:
-        (moments after them, `Past` of each). Once something invalid was met, nothing is used any more.
+        (moments after them, `Past` of each, info). Once something invalid was met, nothing is used any more.
+
+    Raises:
+        ValueError: outside of jit, for an observation that cannot be.
     """
     dtype = moments.total.dtype
     x = x.astype(dtype)
     valid = jnp.ones(x.shape, bool) if valid is None else valid
     after = moments.count + jnp.cumsum(valid, dtype=jnp.int32)
     bad = valid & (~((x >= 0) & (x <= 1)) | (after > plan.population))
-    invalid = moments.invalid | jnp.any(bad)
+    invalid = moments.invalid | refuse(bad, "the observation", x, RULE)
     use = valid & ~invalid
     x = jnp.where(use, x, 0)
     time = jnp.maximum(after, 1).astype(dtype)
@@ -136,7 +142,9 @@ def advance(
     past = Past(jnp.stack([x, 1 - x]), use, time, both, variance, jnp.maximum(plan.population - time + 1, 1))
     high, low = two_sum(moments.total, moments.carry + tree_sum(x))
     count = moments.count + valid.sum(dtype=jnp.int32)
-    return Moments(count, high, low, moments.squares + tree_sum(around), invalid), past
+    used = use.sum(dtype=jnp.int32)
+    info = Info(used, count - moments.count - used, invalid)
+    return Moments(count, high, low, moments.squares + tree_sum(around), invalid), past, info
 
 
 def centres(past: Past, first_mean: RealLike) -> Float[Array, "2 n"]:

@@ -12,7 +12,6 @@ replacement, since the population of one head is small.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,12 +20,10 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 
 from skg_jax.stats import evalues, sampling
 from skg_jax.stats import kaplan_wald as kw
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import RealLike, refuse
+from skg_jax.stats.population import Read, check_rounds, reader, totals, weighted
 from skg_jax.stats.sums import tree_sum
 
-type Read = Callable[[Int32[Array, "n"]], Float[Array, "n"]]
-
-UP = 1.0 + 1e-6  # outward rounding of sums
 TINY = 1e-30
 
 
@@ -43,10 +40,7 @@ class PerHeadConfig:
     betting: kw.KWConfig = kw.KWConfig(capacity=128)
 
     def __post_init__(self):
-        if not self.rounds or min(self.rounds) < 1:
-            raise ValueError(f"rounds is {self.rounds}, but it needs at least one round of at least one read.")
-        if not 0 < self.uniform_share <= 1:
-            raise ValueError(f"uniform_share is {self.uniform_share}, but it must be in (0, 1].")
+        check_rounds(self.rounds, self.uniform_share)
 
 
 class Population(NamedTuple):
@@ -103,6 +97,10 @@ def audit(
         lower, upper: known bounds of the unknowns, finite where valid.
         read: all values, or a function of indices head * U + unit (it may be given any index).
         valid: units that exist; the others may hold anything.
+
+    Raises:
+        ValueError: outside of jit, when bounds, budgets or level make no sense or a value is outside of its bounds.
+            Inside, `violated` says so, and nothing is certified.
     """
     pop = population(lower, upper, valid, config)
     return audit_order(orders(key, pop, config), pop, read, budgets, log_inv_alpha, config)
@@ -110,15 +108,12 @@ def audit(
 
 def population(lower, upper, valid=None, config: PerHeadConfig = PerHeadConfig()) -> Population:  # noqa: B008
     """Arguments as in `audit`. Nothing is clipped silently: bounds that make no sense make it unsound."""
-    there = jnp.ones(lower.shape, bool) if valid is None else valid
-    known = (lower <= upper) & jnp.isfinite(lower) & jnp.isfinite(upper)
-    lower, upper = (jnp.where(there & known, bound, 0) for bound in (lower, upper))
-    total = lambda bound, way: tree_sum(bound) + way * (UP - 1) * tree_sum(jnp.abs(bound))
-    cap, floor = total(upper, 1), total(lower, -1)
-    gap = upper - lower
+    lower, upper = weighted(lower, None, valid), weighted(upper, None, valid)
+    floor, cap, sound = totals(lower, upper)
+    gap = jnp.where(upper > lower, upper - lower, 0)
     law = jax.vmap(lambda g: sampling.pps_probs(g, g > 0, config.uniform_share))(gap)
     eta = jax.vmap(lambda c, l: kw.rounding_guard(c, l, config.betting.guard))(cap, floor)
-    return Population(lower, upper, law, cap, floor, eta, jnp.all(known | ~there))
+    return Population(lower, upper, law, cap, floor, eta, sound)
 
 
 def orders(key: Key[Array, ""], pop: Population, config: PerHeadConfig) -> Int32[Array, "H A"]:
@@ -137,7 +132,8 @@ def audit_order(
     config: PerHeadConfig,
 ) -> PerHeadReport:
     """`audit` along given orders."""
-    value = read if callable(read) else lambda index: jnp.asarray(read).reshape(-1)[index]
+    refuse(jnp.isnan(budgets), "budgets", budgets, "a budget is a number")
+    value = reader(read)
     run = start(order, pop)
     for size in config.rounds:
         more = lambda run, size=size: _round(run, order, pop, value, budgets, log_inv_alpha, size, config)
@@ -161,7 +157,7 @@ def processes(run: Run, order: Int32[Array, "H A"], pop: Population, config: Per
 
     def one(slack, p, valid):
         state = kw.init(settings, slack.dtype)
-        return kw.update_batch(state, *kw.observe_wor(slack, p, valid, mass_guard=settings.mass_guard))
+        return kw.update_batch(state, kw.observe_wor(slack, p, valid, mass_guard=settings.mass_guard))[0]
 
     return jax.vmap(one)(run.slack, law, seen)
 
@@ -224,7 +220,8 @@ def _passed(states: kw.KWState, run: Run, pop: Population, budgets, log_inv_alph
 
 def _report(run: Run, order, pop: Population, budgets, log_inv_alpha, config: PerHeadConfig) -> PerHeadReport:
     states = processes(run, order, pop, config)
-    level = jnp.asarray(log_inv_alpha, pop.cap.dtype)
+    level = kw.check_level(log_inv_alpha)
+    refuse(run.violated, "violated", run.violated, "a unit that was read lies within its bounds")
     broken = run.violated | ~pop.sound | ~(level > 0) | jnp.any(jnp.isnan(budgets))
     passed = _passed(states, run, pop, budgets, level) & ~broken
     weakest = evalues.min_conjunctive(jnp.where(passed, jnp.inf, run.log_wealth))

@@ -16,7 +16,6 @@ References: those of `kaplan_wald`.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,13 +24,13 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 
 from skg_jax.stats import blocked, sampling
 from skg_jax.stats import kaplan_wald as kw
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import RealLike, refuse
+from skg_jax.stats.population import Read, check_rounds, reader, totals, weighted
 from skg_jax.stats.sums import tree_sum
 
 type Design = Literal["iid", "wor", "hybrid"]
-type Read = Callable[[Int32[Array, "n"]], Float[Array, "n"]]
 
-UP = 1.0 + 1e-6  # outward rounding of sums
+VALUE_RULE = "a unit that was read lies within its bounds"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class PooledConfig:
     """Fixed choices. Raises ValueError when one is out of range.
 
     rounds: draws of each round; a round is made only if the earlier ones did not certify the budget.
-    uniform_share: of the draws, in (0, 1]; above 0, so that every unit with a gap can be drawn.
+    uniform_share: of the draws, in (0, 1], spread over all units; above 0, so that every unit with a gap can be drawn.
     certain: how many units with the largest gaps are read before any draw.
     invert: compute the bound too; without, only the decision is made.
     betting: bets, guards, and how finely the bound is inverted; its capacity is not used.
@@ -55,10 +54,7 @@ class PooledConfig:
     def __post_init__(self):
         if self.design not in ("iid", "wor", "hybrid"):
             raise ValueError(f"design is {self.design!r}, but it must be 'iid', 'wor' or 'hybrid'.")
-        if not self.rounds or min(self.rounds) < 1:
-            raise ValueError(f"rounds is {self.rounds}, but it needs at least one round of at least one draw.")
-        if not 0 < self.uniform_share <= 1:
-            raise ValueError(f"uniform_share is {self.uniform_share}, but it must be in (0, 1].")
+        check_rounds(self.rounds, self.uniform_share)
         if self.certain < 0:
             raise ValueError(f"certain is {self.certain}, but a number of units is not negative.")
 
@@ -68,24 +64,30 @@ class PooledConfig:
 
 
 class Population(NamedTuple):
-    """Weighted bounds, and the law of the first draw. gap is 0 for units that need no read. cap, floor bound R."""
+    """Weighted bounds of the units. cap, floor bound R. there: units that are there."""
 
     lower: Float[Array, "U"]
     upper: Float[Array, "U"]
-    gap: Float[Array, "U"]
     cap: Float[Array, ""]
     floor: Float[Array, ""]
     eta: Float[Array, ""]
+    there: Int32[Array, ""]
     sound: Bool[Array, ""]  # bounds, weights and what was read so far make sense
+
+    @property
+    def gap(self) -> Float[Array, "U"]:
+        """0 for units that need no read."""
+        return jnp.maximum(self.upper - self.lower, 0)
 
 
 class Run(NamedTuple):
-    """An audit under way: its process, and units drawn, in order, with their slack."""
+    """An audit under way: its process, and units drawn, in order, with their slack. first: not drawn before."""
 
     process: kw.KWState
     index: Int32[Array, "A"]
     slack: Float[Array, "A"]
     drawn: Bool[Array, "A"]
+    first: Bool[Array, "A"]
     violated: Bool[Array, ""]
 
 
@@ -124,90 +126,98 @@ def audit(
         read: all values, or a function of unit indices that returns theirs (it may be given any index).
         weights: known and nonnegative; default 1.
         valid: units that exist; the others may hold anything.
+
+    Raises:
+        ValueError: outside of jit, when bounds, weights, budget or level make no sense or a value is outside of its
+            bounds. Inside, `violated` says so, and nothing is certified.
     """
+    level, budget = kw.check_level(log_inv_alpha), jnp.asarray(budget)
+    refuse(jnp.isnan(budget), "budget", budget, "a budget is a number")
     pop = population(lower, upper, weights, valid, config)
     value = reader(read, weights)
     pop, certain = read_certain(pop, value, config)
-    run, offset = start(pop, config), 0
-    peak = jnp.zeros((), lower.dtype)
-    order = wor_order(key, pop, config)
+    run, offset, peak = start(pop, config), 0, jnp.zeros((), lower.dtype)
+    law, order = first_law(pop, config), wor_order(key, pop, config)
     for part, size in enumerate(config.rounds):
 
         def round_of(run, part=part, size=size, offset=offset):
             if order is None:
-                index, prob = draw(jax.random.fold_in(key, part), pop, run, size, config)
+                index, prob = draw(jax.random.fold_in(key, part), pop, law or hybrid_law(pop, run, config), size)
             else:
                 index = order[offset : offset + size]
-                once = offset + jnp.arange(size) < pop.gap.size
+                once = offset + jnp.arange(size) < pop.lower.size
                 prob = jnp.where(once, wor_law(pop, config)[index], 0)
             run = absorb(run, pop, index, prob, value(index), offset, config)
             return run, blocked.log_wealth(run.process, pop.cap, budget, pop.eta, config.process)
 
-        done = kw.certified(run.process, pop.cap, budget, log_inv_alpha, pop.eta, peak)
+        done = run.process.invalid | _accepted(run, pop, budget, level, peak)
         run, peak = jax.lax.cond(done, lambda run, peak=peak: (run, peak), round_of, run)
         offset += size
-    return _report(run, pop, budget, log_inv_alpha, peak, certain, config)
+    return _report(run, pop, budget, level, peak, certain, config)
 
 
 def population(lower, upper, weights, valid, config: PooledConfig = PooledConfig()) -> Population:  # noqa: B008
     """Arguments as in `audit`. Nothing is clipped silently: bounds that make no sense make it unsound."""
-    there = jnp.ones(lower.shape, bool) if valid is None else valid
-    weights = jnp.ones_like(lower) if weights is None else weights
-    known = (lower <= upper) & (weights >= 0) & jnp.isfinite(lower) & jnp.isfinite(upper) & jnp.isfinite(weights)
-    lower, upper = (jnp.where(there & known, weights * bound, 0) for bound in (lower, upper))
-    sound = jnp.all(known | ~there)
-    return _sums(lower, upper, upper - lower, sound, config)
+    there = jnp.int32(lower.size) if valid is None else valid.sum(dtype=jnp.int32)
+    lower, upper = weighted(lower, weights, valid), weighted(upper, weights, valid)
+    return _population(lower, upper, there, jnp.ones((), bool), config)
 
 
-def _sums(lower, upper, gap, sound, config: PooledConfig) -> Population:
-    total = lambda bound, way: tree_sum(bound) + way * (UP - 1) * tree_sum(jnp.abs(bound))
-    cap, floor = total(upper, 1), total(lower, -1)
-    return Population(lower, upper, gap, cap, floor, kw.rounding_guard(cap, floor, config.betting.guard), sound)
-
-
-def reader(read: Read | Float[Array, "U"], weights: Float[Array, "U"] | None) -> Read:
-    """Weighted values of units."""
-    value = read if callable(read) else lambda index: jnp.asarray(read)[index]
-    return value if weights is None else lambda index: weights[index] * value(index)
+def _population(lower, upper, there, sound, config: PooledConfig) -> Population:
+    floor, cap, fine = totals(lower, upper)
+    eta = kw.rounding_guard(cap, floor, config.betting.guard)
+    return Population(lower, upper, cap, floor, eta, there, sound & fine)
 
 
 def read_certain(pop: Population, value: Read, config: PooledConfig) -> tuple[Population, Int32[Array, ""]]:
     """Read the units with the largest gaps: their bounds become their values. Also how many that were."""
     if not config.certain:
         return pop, jnp.zeros((), jnp.int32)
-    _, index = jax.lax.top_k(pop.gap, min(config.certain, pop.gap.size))
-    open_, x = pop.gap[index] > 0, value(index)
-    broken = kw.violated(x, pop.lower[index], pop.upper[index], open_)
-    put = lambda bound: bound.at[index].set(jnp.where(open_, x, bound[index]))
-    known = _sums(put(pop.lower), put(pop.upper), pop.gap.at[index].set(0), pop.sound & ~broken, config)
-    return known, open_.sum(dtype=jnp.int32)
+    gap, index = jax.lax.top_k(pop.gap, min(config.certain, pop.lower.size))
+    open_, x = gap > 0, value(index)
+    outside = kw.outside(x, pop.lower[index], pop.upper[index]) & open_
+    broken = refuse(outside, "a value", x, VALUE_RULE)
+    put = lambda bound: bound.at[index].set(jnp.where(open_ & ~outside, x, bound[index]))
+    count = open_.sum(dtype=jnp.int32)
+    return _population(put(pop.lower), put(pop.upper), pop.there - count, pop.sound & ~broken, config), count
 
 
 def start(pop: Population, config: PooledConfig) -> Run:
     """No draws yet."""
     blank = lambda dtype: jnp.zeros(config.process.capacity, dtype)
-    process = kw.init(config.process, pop.gap.dtype)
-    return Run(process, blank(jnp.int32), blank(pop.gap.dtype), blank(bool), jnp.zeros((), bool))
+    dtype = pop.lower.dtype
+    process = kw.init(config.process, dtype)
+    return Run(process, blank(jnp.int32), blank(dtype), blank(bool), blank(bool), jnp.zeros((), bool))
 
 
 def draw(
-    key: Key[Array, ""], pop: Population, run: Run, n: int, config: PooledConfig
+    key: Key[Array, ""], pop: Population, law: blocked.BlockedLaw, n: int
 ) -> tuple[Int32[Array, "n"], Float[Array, "n"]]:
-    """n units with replacement from the law of this round, and their probabilities."""
-    law = round_law(pop, run, config)
-    index = jnp.minimum(blocked.draw(key, law, n), pop.gap.size - 1)
-    return index, blocked.probs(law, index, pop.gap)
+    """n units with replacement, and their probabilities."""
+    index = jnp.minimum(blocked.draw(key, law, n), pop.lower.size - 1)
+    return index, blocked.probs(law, index, pop.lower)
 
 
-def round_law(pop: Population, run: Run, config: PooledConfig) -> blocked.BlockedLaw:
-    """Of the units with a gap, under "hybrid" without those that were read."""
-    gap = pop.gap
-    if config.design == "hybrid":
-        gap = gap.at[jnp.where(run.drawn, run.index, gap.size)].set(0, mode="drop")
-    floor = config.uniform_share / (1 - config.uniform_share) if config.uniform_share < 1 else 1.0
-    mean = gap.sum() / jnp.maximum((gap > 0).sum(), 1)
-    pull = jnp.where(config.uniform_share < 1, gap, 0)
-    return blocked.integer_law(jnp.where(gap > 0, pull + floor * mean, 0))
+def first_law(pop: Population, config: PooledConfig) -> blocked.BlockedLaw | None:
+    """The law of all rounds under "iid"; None under the others, which have another for every round."""
+    if config.design != "iid":
+        return None
+    # Of the outward sums: never below the sum of the gaps, hence no count can overflow, and no pass of its own.
+    total = jax.lax.optimization_barrier(pop.cap - pop.floor)  # else XLA computes it again for every unit
+    return _law(pop.gap, total, pop.there, config)
+
+
+def hybrid_law(pop: Population, run: Run, config: PooledConfig) -> blocked.BlockedLaw:
+    """The law of the next round under "hybrid": without the units that were read."""
+    gap = pop.gap.at[jnp.where(run.drawn, run.index, pop.lower.size)].set(0, mode="drop")
+    return _law(gap, gap.sum(), (gap > 0).sum(), config)
+
+
+def _law(gap: Float[Array, "U"], total, count, config: PooledConfig) -> blocked.BlockedLaw:
+    """In proportion to the gap, with a uniform share over `count` units; those without a gap are never drawn."""
+    eps = config.uniform_share
+    flat = eps * total / jnp.maximum(count, 1).astype(gap.dtype)
+    return blocked.integer_law(jnp.where(gap > 0, (1 - eps) * gap + flat, 0), total)
 
 
 def wor_law(pop: Population, config: PooledConfig) -> Float[Array, "U"]:
@@ -218,7 +228,7 @@ def wor_order(key: Key[Array, ""], pop: Population, config: PooledConfig) -> Int
     """Under "wor" the units in drawing order; those without a gap come last, and 0 pads them to all draws."""
     if config.design != "wor":
         return None
-    capacity, most = config.process.capacity, min(config.process.capacity, pop.gap.size)
+    capacity, most = config.process.capacity, min(config.process.capacity, pop.lower.size)
     return jnp.pad(sampling.draw_wor(key, wor_law(pop, config), most), (0, capacity - most))
 
 
@@ -238,10 +248,12 @@ def absorb(
     """
     drawn = prob > 0
     put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, offset, 0)
-    slack = jnp.where(drawn, pop.upper[index] - x, 0)
+    # Values out of bounds are flagged below; a product and a difference in one rounding may pass 0 for others.
+    slack = jnp.where(drawn, jnp.maximum(pop.upper[index] - x, 0), 0)
     indices, slacks, seen = put(run.index, index), put(run.slack, slack), put(run.drawn, drawn)
-    before = jnp.sum(jnp.where(run.drawn & _first(run.index, run.drawn, pop), run.slack, 0))
-    known = tree_sum(jnp.where(_first(indices, seen, pop), slacks, 0))
+    first = seen if config.design == "wor" else blocked.first_visits(indices, seen, pop.lower.size)
+    distinct = lambda first, slack: tree_sum(jnp.where(first, slack, 0))
+    before, known = distinct(run.first, run.slack), distinct(first, slacks)
     if config.design == "wor":
         law = wor_law(pop, config)[run.index]
         left = 1 - tree_sum(jnp.where(run.drawn, law, 0))
@@ -250,23 +262,22 @@ def absorb(
         removed = before if config.design == "hybrid" else jnp.zeros_like(before)
         seen_now = kw.observe_iid(slack, prob, drawn, removed, known)
     violated = run.violated | kw.violated(x, pop.lower[index], pop.upper[index], drawn)
-    return Run(kw.update_batch(run.process, *seen_now), indices, slacks, seen, violated)
+    return Run(kw.update_batch(run.process, seen_now)[0], indices, slacks, seen, first, violated)
 
 
-def _first(index: Int32[Array, "n"], drawn: Bool[Array, "n"], pop: Population) -> Bool[Array, "n"]:
-    return blocked.first_visits(index, drawn, pop.gap.size)
+def _accepted(run: Run, pop: Population, budget, level, peak) -> Bool[Array, ""]:
+    return kw.certified(run.process, pop.cap, budget, level, pop.eta, peak)
 
 
-def _report(run: Run, pop: Population, budget, log_inv_alpha, peak, certain, config: PooledConfig) -> PooledReport:
-    level = jnp.asarray(log_inv_alpha, pop.gap.dtype)
-    broken = run.violated | ~pop.sound | ~(level > 0) | jnp.isnan(jnp.asarray(budget))
-    accepted = kw.certified(run.process, pop.cap, budget, level, pop.eta, peak)
+def _report(run: Run, pop: Population, budget, level, peak, certain, config: PooledConfig) -> PooledReport:
+    broken = run.violated | run.process.invalid | ~pop.sound | ~(level > 0) | jnp.isnan(budget)
+    refuse(run.violated, "violated", run.violated, VALUE_RULE)
+    accepted = _accepted(run, pop, budget, level, peak)
     if config.invert:
         bound = blocked.upper(run.process, pop.cap, pop.floor, level, pop.eta, config.process)
     else:
         bound = jnp.minimum(pop.cap, pop.cap - run.process.known + pop.eta)
-    bound = jnp.where(accepted, jnp.minimum(bound, jnp.asarray(budget, pop.gap.dtype)), bound)
-    reads = _first(run.index, run.drawn, pop).sum(dtype=jnp.int32)
+    bound = jnp.where(accepted, jnp.minimum(bound, budget.astype(bound.dtype)), bound)
     return PooledReport(
         accepted=accepted & ~broken,
         upper=jnp.where(broken, jnp.inf, bound),
@@ -274,5 +285,5 @@ def _report(run: Run, pop: Population, budget, log_inv_alpha, peak, certain, con
         log_wealth=jnp.where(broken, 0, peak),
         violated=broken,
         draws=run.drawn.sum(dtype=jnp.int32),
-        reads=reads + certain,
+        reads=run.first.sum(dtype=jnp.int32) + certain,
     )

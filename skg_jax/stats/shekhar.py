@@ -28,10 +28,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import Info, RealLike, refuse
+from skg_jax.stats.kaplan_wald import check_level
 from skg_jax.stats.sums import exclusive_prefix, prefix_sum
 
 TINY = 1e-30
+UP = 1 + 1e-5  # what rounding may add to the largest z
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class ShekharState(NamedTuple):
     """Draws so far, in order (A = capacity).
 
     z: g / conditional probability. removed: g out of the population before the draw. reach: largest z the draw could
-    have had. room: b of the units it was made from. count: draws offered.
+    have had. room: b of the units it was made from. count: draws offered. invalid: a draw could not be.
     """
 
     z: Float[Array, "*batch A"]
@@ -71,22 +73,23 @@ class ShekharState(NamedTuple):
     reach: Float[Array, "*batch A"]
     room: Float[Array, "*batch A"]
     count: Int32[Array, "*batch"]
+    invalid: Bool[Array, "*batch"]
 
 
 class Observation(NamedTuple):
-    """n draws in the order of the arguments of `update_batch`: `update_batch(state, *observation)`."""
+    """n draws in order, or one; the fields are those of the state."""
 
-    z: Float[Array, "n"]
-    removed: Float[Array, "n"]
-    reach: Float[Array, "n"]
-    room: Float[Array, "n"]
-    valid: Bool[Array, "n"]
+    z: Float[Array, "*n"]
+    removed: Float[Array, "*n"]
+    reach: Float[Array, "*n"]
+    room: Float[Array, "*n"]
+    valid: Bool[Array, "*n"]
 
 
 def init(config: ShekharConfig = DEFAULT, dtype: DTypeLike = jnp.float32) -> ShekharState:
     """A process without draws: its wealth is 1 and it bounds nothing."""
     zeros = jnp.zeros(config.capacity, dtype)
-    return ShekharState(zeros, zeros, zeros, zeros, jnp.zeros((), jnp.int32))
+    return ShekharState(zeros, zeros, zeros, zeros, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
 
 
 def observe_iid(
@@ -114,27 +117,28 @@ def observe_wor(
     return Observation(z, exclusive_prefix(gains), left * jnp.asarray(reach, p.dtype), room, valid)
 
 
-def update(state: ShekharState, z: RealLike, removed: RealLike, reach: RealLike, room: RealLike) -> ShekharState:
-    """One draw; as `update_batch` with n = 1."""
-    row = lambda value: jnp.asarray(value, state.z.dtype)[None]
-    return update_batch(state, row(z), row(removed), row(reach), row(room), jnp.ones(1, bool))
+def update(state: ShekharState, observation: Observation) -> tuple[ShekharState, Info]:
+    """Append one draw; see `update_batch`."""
+    return update_batch(state, Observation(*(jnp.asarray(leaf)[None] for leaf in observation)))
 
 
-def update_batch(
-    state: ShekharState,
-    z: Float[Array, "n"],
-    removed: Float[Array, "n"],
-    reach: Float[Array, "n"],
-    room: Float[Array, "n"],
-    valid: Bool[Array, "n"],
-) -> ShekharState:
-    """Append n draws. Draws beyond the capacity are ignored, which is known before they are made, hence valid."""
+def update_batch(state: ShekharState, observation: Observation) -> tuple[ShekharState, Info]:
+    """Append n draws. Draws beyond the capacity are ignored, which is known before they are made, hence valid.
+
+    A z that is negative, NaN or larger than its reach raises ValueError outside of jit; inside it sets `invalid`.
+    """
+    *columns, valid = observation
+    z, removed, reach, room = columns
+    possible = (z >= 0) & (z <= reach * UP) & (removed >= 0) & (room >= 0) & (room < jnp.inf)
+    bad = refuse(valid & ~possible, "z", z, "a value within its bounds gives 0 <= z <= reach, of finite units")
     capacity = state.z.shape[-1]
     slot = jnp.where(valid, state.count + jnp.cumsum(valid) - 1, capacity)
     put = lambda whole, part: whole.at[slot].set(part.astype(whole.dtype), mode="drop")
     count = state.count + valid.sum(dtype=jnp.int32)
-    z, removed, reach, room = (put(a, b) for a, b in zip(state[:4], (z, removed, reach, room), strict=True))
-    return ShekharState(z, removed, reach, room, count)
+    used = jnp.minimum(count, capacity) - jnp.minimum(state.count, capacity)
+    arrays = (put(a, b) for a, b in zip(state[:4], columns, strict=True))
+    after = ShekharState(*arrays, count, state.invalid | bad)
+    return after, Info(used, count - state.count - used, after.invalid)
 
 
 def stakes(
@@ -169,13 +173,18 @@ def bound(
     log_inv_alpha: RealLike,
     config: ShekharConfig = DEFAULT,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(lower, upper) for sum x, each at the level and at every time. floor, cap: sum l and sum c."""
+    """(lower, upper) for sum x, each at the level and at every time. floor, cap: sum l and sum c.
+
+    (-inf, inf) for a state that is invalid, or a level that is none; see `kaplan_wald.check_level`.
+    """
     floor, cap = (jnp.asarray(v, state.z.dtype) for v in (floor, cap))
+    log_inv_alpha = check_level(log_inv_alpha)
+    void = state.invalid | jnp.isnan(log_inv_alpha)
     peak = lambda m, side: jnp.max(wealth_path(state, m, log_inv_alpha, side, config), initial=0)
     rejected = lambda m, side: jax.vmap(lambda v: peak(v, side) >= log_inv_alpha)(m)
     upper = _invert(lambda m: rejected(m, -1), 0 * cap, cap - floor, config)
     lower = -_invert(lambda m: rejected(-m, 1), floor - cap, 0 * cap, config)
-    return floor + lower, floor + upper
+    return jnp.where(void, -jnp.inf, floor + lower), jnp.where(void, jnp.inf, floor + upper)
 
 
 def _invert(rejected, low, high, config: ShekharConfig) -> Float[Array, ""]:

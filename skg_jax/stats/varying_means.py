@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float
 
 from skg_jax.stats import boundaries
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import Info, RealLike, refuse
 from skg_jax.stats.means import (
     PRIOR_MEAN,
     Design,
@@ -69,8 +69,8 @@ def init(config: VaryingMeansConfig = DEFAULT, dtype: DTypeLike = jnp.float32) -
 
 def update(
     state: VaryingMeansState, x: Float[Array, ""] | float, prediction: Float[Array, ""] | float | None = None
-) -> VaryingMeansState:
-    """Take one observation in [0, 1]; anything else sets `state.moments.invalid`. See `update_batch`."""
+) -> tuple[VaryingMeansState, Info]:
+    """Take one observation in [0, 1]; anything else raises outside of jit, and voids the state inside."""
     dtype = state.variation.dtype
     prediction = None if prediction is None else jnp.asarray(prediction, dtype)[None]
     return update_batch(state, jnp.asarray(x, dtype)[None], None, prediction)
@@ -81,18 +81,19 @@ def update_batch(
     x: Float[Array, "n"],
     valid: Bool[Array, "n"] | None = None,
     predictions: Float[Array, "n"] | None = None,
-) -> VaryingMeansState:
+) -> tuple[VaryingMeansState, Info]:
     """Take n observations in their order, skipping those that are not valid (padding).
 
-    predictions: of each x, made before it was seen, in [0, 1]; default the mean so far. Others set `invalid`.
+    predictions: of each x, made before it was seen, in [0, 1]; default the mean so far. Others are refused likewise.
     """
-    moments, past = advance(state.plan, state.moments, x, valid)
+    moments, past, info = advance(state.plan, state.moments, x, valid)
     predictions = _running_mean(past) if predictions is None else predictions.astype(past.x.dtype)
     asked = jnp.ones(x.shape, bool) if valid is None else valid
-    bad = jnp.any(asked & ~((predictions >= 0) & (predictions <= 1)))
+    bad = refuse(asked & ~((predictions >= 0) & (predictions <= 1)), "the prediction", predictions, "it lies in [0, 1]")
     squares = jnp.where(past.use & ~bad, (past.x[0] - predictions) ** 2, 0)
     moments = moments._replace(invalid=moments.invalid | bad)
-    return state._replace(moments=moments, variation=state.variation + tree_sum(squares))
+    after = state._replace(moments=moments, variation=state.variation + tree_sum(squares))
+    return after, info._replace(invalid=moments.invalid)
 
 
 def bound(

@@ -63,12 +63,15 @@ def population(name: str) -> Population:
         "lognormal": rng.lognormal(0, 2, UNITS),
         "zipf": rank**-1.2,
         "needle": np.where(rank == 17, 10.0, 0.05),
+        "loose needle": np.where(rank == 17, 10.0, 0.05),
         "range": np.logspace(-12, 0, UNITS),
     }.get(name, rng.random(UNITS) + 0.1)
     cap = x * rng.uniform(1.5, 20, UNITS)
     valid = np.ones(UNITS, bool)
     if name == "needle":
         cap[16] = 1.3 * x[16]
+    if name == "loose needle":
+        cap[16] = 20 * x[16]
     if name == "half at bound":
         cap[::2] = x[::2]
     if name == "all at bound":
@@ -90,6 +93,7 @@ POPULATIONS = (
     "lognormal",
     "zipf",
     "needle",
+    "loose needle",
     "half at bound",
     "all at bound",
     "all zero",

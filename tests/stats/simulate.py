@@ -47,7 +47,7 @@ def _audit(key, pop, wor, fault) -> tuple[kw.KWState, jax.Array]:
         removed=jnp.where(is_fault("slack never removed"), 0, removed),
     )
     outside = kw.violated(pop.x[index], pop.lo[index], pop.cap[index], drawn)
-    return kw.update_batch(kw.init(kw.KWConfig(capacity=UNITS)), *seen), outside
+    return kw.update_batch(kw.init(kw.KWConfig(capacity=UNITS)), seen)[0], outside
 
 
 _audits = jax.jit(jax.vmap(_audit, (0, None, None, None)))

@@ -32,7 +32,7 @@ def path(module, state, x, alpha):
     """Bounds after each observation, [n, 2]."""
 
     def step(state, x):
-        state = module.update(state, x)
+        state, _ = module.update(state, x)
         return state, jnp.stack(module.bound(state, alpha))
 
     return jax.lax.scan(step, state, x)[1]
@@ -117,7 +117,7 @@ def capital_path(config, data_key: str, n: int) -> tuple[np.ndarray, np.ndarray]
     """(log capital after each observation, [n, 2, G]; the bets, [2, n]) in float64."""
 
     def step(state, x):
-        state = betting.update(state, x)
+        state, _ = betting.update(state, x)
         return state, (state.capital, state.peak)
 
     with jax.enable_x64(True):

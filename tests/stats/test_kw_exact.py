@@ -21,7 +21,8 @@ SINGLE_BETS = [kw.KWConfig(betas=(b,), weights=(1.0,)) for b in oracle.BETAS]
 def _wealth(slack, prob, spent, valid, room, eta, config):
     def one(slack, prob, spent):
         state = kw.init(kw.KWConfig(capacity=slack.size), slack.dtype)
-        return jnp.exp(kw.wealth_path(kw.update_batch(state, slack, prob, valid, spent), room, 0.0, eta, config))
+        draws = kw.Observation(slack, prob, valid, spent, jnp.zeros((), slack.dtype))
+        return jnp.exp(kw.wealth_path(kw.update_batch(state, draws)[0], room, 0.0, eta, config))
 
     return jax.vmap(one)(slack, prob, spent)
 
@@ -97,7 +98,7 @@ def running_bounds(slack, p, cap, floor, log_inv_alpha, side):
 
     def after(count):
         state = kw.init(kw.KWConfig(capacity=p.size))
-        state = kw.update_batch(state, *kw.observe_wor(slack, p, jnp.arange(p.size) < count))
+        state, _ = kw.update_batch(state, kw.observe_wor(slack, p, jnp.arange(p.size) < count))
         return getattr(kw, side)(state, *ends, log_inv_alpha, kw.rounding_guard(cap))
 
     return jax.vmap(after)(jnp.arange(1, p.size + 1))

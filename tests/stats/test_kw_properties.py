@@ -135,9 +135,9 @@ def draws(seed: int, n: int, hole: float = 0.3):
 
 @functools.partial(jax.jit, static_argnames="config")
 def _one_by_one(slack, prob, valid, removed, known, config):
-    step = lambda state, d: (kw.update(state, *d), None)
+    step = lambda state, draw: (kw.update(state, draw)[0], None)
     knowns = jnp.full(slack.shape, known)
-    return jax.lax.scan(step, kw.init(config), (slack, prob, removed, knowns, valid))[0]
+    return jax.lax.scan(step, kw.init(config), kw.Observation(slack, prob, valid, removed, knowns))[0]
 
 
 @pytest.mark.parametrize("capacity", [17, 5])
@@ -145,14 +145,18 @@ def test_batch_equals_single_draws_equals_parts(capacity):
     """Empty slots hold NaN; with the smaller capacity the later draws are ignored in the same way."""
     slack, prob, valid, removed = draws(0, 17)
     config = kw.KWConfig(capacity=capacity)
-    batch = call(kw.update_batch, kw.init(config), slack, prob, valid, removed, 2.5)
+    draws_of = lambda part, known: kw.Observation(*(v[part] for v in (slack, prob, valid, removed)), jnp.float32(known))
+    append = lambda state, part, known: jax.jit(kw.update_batch)(state, draws_of(part, known))
+    batch, info = append(kw.init(config), slice(None), 2.5)
     single = _one_by_one(slack, prob, valid, removed, 2.5, config)
-    parts = call(kw.update_batch, kw.init(config), slack[:4], prob[:4], valid[:4], removed[:4])
-    parts = call(kw.update_batch, parts, slack[4:], prob[4:], valid[4:], removed[4:], 2.5)
+    parts, _ = append(kw.init(config), slice(4), 0.0)
+    parts, later = append(parts, slice(4, None), 2.5)
     for other in (single, parts):
         for got, want in zip(other, batch, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6)
     count = int(np.asarray(valid).sum())
+    assert (int(info.used), int(info.ignored)) == (min(count, capacity), max(0, count - capacity))
+    assert not info.invalid and later.ignored == info.ignored
     assert batch.count == count and np.asarray(batch.valid).sum() == min(count, capacity) and batch.known == 2.5
     assert np.all(np.isfinite(batch.y)) and np.all(np.isfinite(call(kw.wealth_path, batch, 3.0, 1.0, 1e-4)))
 
@@ -163,7 +167,8 @@ def test_vmap_equals_loop_and_traces_once():
     @jax.jit
     def bound(slack, prob, valid, removed):
         traced.append(1)
-        state = kw.update_batch(kw.init(kw.KWConfig(capacity=9)), slack, prob, valid, removed, removed[0])
+        draws = kw.Observation(slack, prob, valid, removed, removed[0])
+        state, _ = kw.update_batch(kw.init(kw.KWConfig(capacity=9)), draws)
         return kw.upper(state, 20.0, 0.0, 3.0, 4e-4), kw.log_wealth(state, 20.0, 15.0, 4e-4)
 
     rows = [draws(seed, 9, hole=0.0) for seed in range(7)]
@@ -178,7 +183,7 @@ def test_state_fits_both_branches_of_a_cond():
     go = jax.jit(
         lambda go: jax.lax.cond(
             go,
-            lambda s: kw.update_batch(s, slack, prob, valid, removed, jnp.float32(1)),
+            lambda s: kw.update_batch(s, kw.Observation(slack, prob, valid, removed, jnp.float32(1)))[0],
             lambda s: s,
             kw.init(kw.KWConfig(capacity=9)),
         )
@@ -187,12 +192,12 @@ def test_state_fits_both_branches_of_a_cond():
 
 
 def test_float64_is_honoured_and_float32_is_the_default():
-    assert all(leaf.dtype in (jnp.float32, jnp.int32) for leaf in kw.init(CONFIG))
+    assert [str(leaf.dtype) for leaf in kw.init(CONFIG)] == ["float32", "float32", "int32", "float32", "bool"]
     with jax.enable_x64(True):
-        state = call(kw.update, kw.init(CONFIG, jnp.float64), 0.5, 0.25, 0.0, 0.5)
+        state, _ = kw.update(kw.init(CONFIG, jnp.float64), kw.observe(0.5, 0.25, 0.0, 0.5))
         assert state.y.dtype == state.known.dtype == jnp.float64 and state.count.dtype == jnp.int32
         assert call(kw.upper, state, 3.0, 0.0, 1.0, 1e-9).dtype == jnp.float64
-        small = call(kw.update, kw.init(CONFIG), 0.5, 0.25)
+        small, _ = kw.update(kw.init(CONFIG), kw.observe(0.5, 0.25))
         assert small.y.dtype == small.known.dtype == call(kw.upper, small, 3.0, 0.0, 1.0, 1e-5).dtype == jnp.float32
 
 
@@ -202,7 +207,7 @@ def test_float64_is_honoured_and_float32_is_the_default():
     ids=["no slack", "no mass", "slack without mass", "the only unit", "tiny", "empty population"],
 )
 def test_edges_stay_finite(slack, prob, cap):
-    state = call(kw.update, kw.init(CONFIG), slack, prob, 0.0, slack)
+    state, _ = kw.update(kw.init(CONFIG), kw.observe(slack, prob, 0.0, slack))
     for eta in (0.0, 2e-5 * cap):
         path = np.asarray(call(kw.wealth_path, state, cap, cap - slack, eta))
         assert np.all(np.isfinite(path)) and np.all(np.exp(path) <= 1 + 1e-5)
@@ -224,7 +229,7 @@ def test_decide_agrees_with_the_bound():
 
 
 def test_unbounded_cap_is_never_certified():
-    state = call(kw.update, kw.init(CONFIG), 0.5, 0.5)
+    state, _ = kw.update(kw.init(CONFIG), kw.observe(0.5, 0.5))
     assert call(kw.upper, state, np.inf, 0.0, 3.0, 1e-5) == np.inf
     assert not call(kw.decide, state, np.inf, 1.0, 3.0, 1e-5)
 
@@ -239,16 +244,63 @@ def test_values_outside_their_bounds_are_flagged(x, bad):
     assert not kw.violated(values, lo, cap, jnp.array([True, False, True]))
 
 
-def test_nan_slack_is_no_evidence():
-    state = call(kw.update_batch, kw.init(CONFIG), jnp.array([jnp.nan, -1.0]), jnp.ones(2), jnp.ones(2, bool), 0.0, 0.0)
-    assert np.all(np.asarray(state.y) == 0) and state.count == 2
+BAD_DRAWS = {
+    "slack is -0.5": {"slack": -0.5},
+    "slack is nan": {"slack": np.nan},
+    "slack is inf": {"slack": np.inf},
+    "prob is 1.5": {"prob": 1.5},
+    "prob is -0.25": {"prob": -0.25},
+    "prob is nan": {"prob": np.nan},
+    "removed is -1.0": {"removed": -1.0},
+    "distinct_known is nan": {"known": np.nan},
+}
+
+
+@pytest.mark.parametrize("words", BAD_DRAWS)
+def test_a_draw_that_cannot_be_raises_outside_of_jit_and_voids_inside(words):
+    draw = kw.observe(**({"slack": 0.9, "prob": 1.0} | BAD_DRAWS[words]))
+    with pytest.raises(ValueError, match=words + ", but .*"):
+        kw.update(kw.init(CONFIG), draw)
+    good = kw.Observation(*(jnp.full(40, v) for v in (0.9, 1.0)), jnp.ones(40, bool), jnp.zeros(40), jnp.float32(0))
+    state, info = jax.jit(kw.update_batch)(kw.init(CONFIG), good)
+    assert call(kw.decide, state, 1.0, 0.5, 4.6, 1e-7) and not info.invalid
+    for order in ((draw, good), (good, draw)):  # for good: what was certified before is not any more
+        state = kw.init(CONFIG)
+        for part in order:
+            step = kw.update if part is draw else kw.update_batch
+            state, info = jax.jit(step)(state, part)
+        assert info.invalid
+        assert not call(kw.decide, state, 1.0, 0.5, 4.6, 1e-7) and not call(kw.decide, state, 0.4, 0.5, 4.6, 1e-7)
+        assert call(kw.upper, state, 1.0, 0.0, 4.6, 1e-7) == np.inf == -call(kw.lower, state, 0.0, 1.0, 4.6, 1e-7)
+        assert call(kw.log_wealth, state, 1.0, 0.9, 1e-7) == 0
+
+
+@pytest.mark.parametrize("level", [0.0, -1.0, np.nan])
+def test_a_level_that_is_none_certifies_nothing(level):
+    """log(1/alpha) <= 0 is an alpha of 1 or more, which any wealth would reach."""
+    state, _ = kw.update(kw.init(CONFIG), kw.observe(0.9, 1.0))
+    assert not call(kw.decide, state, 0.5, 0.4, level, 1e-7) and not call(kw.decide, state, 0.5, 0.6, level, 1e-7)
+    assert call(kw.upper, state, 1.0, 0.0, level, 1e-7) == np.inf
+    for bad in (lambda: kw.decide(state, 1.0, 0.5, level, 0.0), lambda: kw.upper(state, 1.0, 0.0, level, 0.0)):
+        with pytest.raises(ValueError, match="log_inv_alpha is"):
+            bad()
+
+
+def test_columns_one_by_one_give_the_state_alone():
+    draws = kw.observe_iid(jnp.array([0.5, 0.25]), jnp.array([0.5, 1.0]), jnp.ones(2, bool))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        kw.update_batch(kw.init(CONFIG), *draws),
+        kw.update_batch(kw.init(CONFIG), draws)[0],
+    )
 
 
 def test_planned_draws_certify_when_slack_is_proportional():
     cap, truth, budget, tail = 1.0, 0.1, 0.3, 11.5
     n = int(np.ceil(kw.planned_draws(cap, truth, budget, tail)))
     for count, enough in ((n, True), (n - 2, False)):
-        state = call(kw.update_batch, kw.init(CONFIG), jnp.full(UNITS, 0.9), jnp.ones(UNITS), jnp.arange(UNITS) < count)
+        draws = kw.observe_iid(jnp.full(UNITS, 0.9), jnp.ones(UNITS), jnp.arange(UNITS) < count)
+        state, _ = kw.update_batch(kw.init(CONFIG), draws)
         assert call(kw.decide, state, cap, budget, tail, 1e-7) == enough
 
 

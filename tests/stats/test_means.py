@@ -27,7 +27,7 @@ MODULES = list(CONFIGS)
 SAMPLES = st.lists(st.floats(0, 1, width=32), min_size=N, max_size=N).map(lambda v: np.array(v, np.float32))
 LEVELS = (0.2, 0.05, 0.001)
 
-update_batch = jax.jit(lambda module, state, x, valid: module.update_batch(state, x, valid), static_argnums=0)
+update_batch = jax.jit(lambda module, state, x, valid: module.update_batch(state, x, valid)[0], static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -35,7 +35,7 @@ def path(module, state, x):
     """(last state, bounds at LEVELS after each observation, [n, 3, 2]), one update at a time."""
 
     def step(state, x):
-        state = module.update(state, x)
+        state, _ = module.update(state, x)
         return state, jnp.stack([jnp.stack(module.bound(state, a)) for a in LEVELS])
 
     return jax.lax.scan(step, state, x)
@@ -116,13 +116,18 @@ def test_bad_observations_void_the_bounds_for_good(module, bad):
     assert state.moments.invalid
     assert np.array(module.bound(state, 0.05)).tolist() == [0, 1]
     assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves(state))
+    with pytest.raises(ValueError, match=r"the observation is .*lies in \[0, 1\]"):
+        module.update(start(module), bad)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_more_draws_than_the_population_void_the_bounds(module):
     state = update_batch(module, start(module, population=N), some(1), None)
     assert not state.moments.invalid
-    assert module.update(state, 0.5).moments.invalid
+    after, info = jax.jit(module.update)(state, 0.5)
+    assert after.moments.invalid and info.invalid and (int(info.used), int(info.ignored)) == (0, 1)
+    with pytest.raises(ValueError, match=r"0\.5, but .* no more of them than items"):
+        module.update(state, 0.5)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -137,11 +142,11 @@ def test_alpha_that_is_no_probability(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_vmap_and_float64(module):
     xs = jnp.stack([some(seed) for seed in range(3)])
-    many = jax.vmap(lambda x: jnp.stack(module.bound(module.update_batch(start(module), x), 0.05)))(xs)
+    many = jax.vmap(lambda x: jnp.stack(module.bound(module.update_batch(start(module), x)[0], 0.05)))(xs)
     with jax.enable_x64(True):
         config = CONFIGS[module]()
         for x, row in zip(np.asarray(xs, np.float64), many, strict=True):
-            bounds = module.bound(module.update_batch(module.init(config, jnp.float64), jnp.asarray(x)), 0.05)
+            bounds = module.bound(module.update_batch(module.init(config, jnp.float64), jnp.asarray(x))[0], 0.05)
             assert bounds[0].dtype == jnp.float64
             np.testing.assert_allclose(row, bounds, rtol=1e-5, atol=1e-6)
 
@@ -170,10 +175,13 @@ def test_refusals(make, words):
 def test_varying_means_use_predictions_and_refuse_wild_ones():
     x = some(7, 80)
     state = varying_means.init()
-    plain = varying_means.bound(varying_means.update_batch(state, x), 0.05)
-    told = varying_means.bound(varying_means.update_batch(state, x, None, jnp.clip(x + 0.02, 0, 1)), 0.05)
+    plain = varying_means.bound(varying_means.update_batch(state, x)[0], 0.05)
+    told = varying_means.bound(varying_means.update_batch(state, x, None, jnp.clip(x + 0.02, 0, 1))[0], 0.05)
     assert told[1] - told[0] < plain[1] - plain[0]
-    wild = varying_means.update(state, 0.5, 1.5)
+    wild, info = jax.jit(varying_means.update)(state, 0.5, 1.5)
+    assert info.invalid
+    with pytest.raises(ValueError, match=r"the prediction is 1\.5"):
+        varying_means.update(state, 0.5, 1.5)
     assert np.array(varying_means.bound(wild, 0.05)).tolist() == [0, 1]
 
 
@@ -182,8 +190,9 @@ def test_varying_means_batches_equal_single_updates(boundary):
     config = VaryingMeansConfig(boundary=boundary)
     state = varying_means.init(config)
     x = some(8)
-    single = jax.lax.scan(lambda s, v: (varying_means.update(s, v), None), state, x)[0]
-    batch = varying_means.update_batch(state, x)
+    single = jax.lax.scan(lambda s, v: (varying_means.update(s, v)[0], None), state, x)[0]
+    batch, info = varying_means.update_batch(state, x)
+    assert (int(info.used), int(info.ignored), bool(info.invalid)) == (N, 0, False)
     np.testing.assert_allclose(single.variation, batch.variation, rtol=1e-5)
     bounds = varying_means.bound(batch, 0.05, config)
     np.testing.assert_allclose(varying_means.bound(single, 0.05, config), bounds, rtol=1e-5)

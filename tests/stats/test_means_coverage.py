@@ -49,7 +49,7 @@ def shuffled(name: str, reps: int, seed: int) -> tuple[np.ndarray, float]:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _paths(module, config, xs):
     def step(states, x):
-        states = jax.vmap(module.update)(states, x)
+        states, _ = jax.vmap(module.update)(states, x)
         return states, jnp.stack(jax.vmap(lambda s: module.bound(s, config.alpha))(states))
 
     states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (xs.shape[0], *leaf.shape)), module.init(config))
@@ -141,8 +141,8 @@ def test_widths_are_ordered_as_published():
     x = jnp.asarray(np.random.default_rng(2).beta(10, 30, 2000), jnp.float32)
     widths = []
     for module in (betting, empirical_bernstein, hoeffding):
-        lower, upper = module.bound(module.update_batch(module.init(), x), 0.05)
+        lower, upper = module.bound(module.update_batch(module.init(), x)[0], 0.05)
         widths.append(float(upper - lower))
     assert widths == sorted(widths) and widths[1] < widths[2] / 2
-    lower, upper = conjugate_mixture.bound(conjugate_mixture.update_batch(conjugate_mixture.init(), x), 0.05)
+    lower, upper = conjugate_mixture.bound(conjugate_mixture.update_batch(conjugate_mixture.init(), x)[0], 0.05)
     assert upper - lower < widths[2] / 2

@@ -9,15 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats import per_head, pooled
 from tests.stats import oracle
+from tests.stats.oracle import POPULATIONS, population
 
 EXACT = per_head.PerHeadConfig(
     rounds=(3, 2, 2), uniform_share=0.1, betting=kw.KWConfig(guard=0.0, mass_guard=0.0, capacity=8, grid=4, levels=2)
 )
 LEVEL = float(-np.log(0.05))
+REPS = 1000
+COARSE = per_head.PerHeadConfig(
+    rounds=(40, 40, 80), uniform_share=0.05, betting=kw.KWConfig(capacity=60, grid=1, levels=10)
+)
 
 
 def heads(sizes=(4, 4), seed=3):
@@ -94,6 +100,46 @@ def test_reads_chosen_by_their_content_are_noticed():
     assert np.all(np.abs(wealth - 1) > 0.05)
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def reports(lower, upper, x, valid, budgets, level, config=COARSE):
+    one = lambda key: per_head.audit(key, lower, upper, x, budgets, level, valid, config)
+    return jax.vmap(one)(jax.random.split(jax.random.key(4), REPS))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.05, 0.01])
+def test_one_bad_head_beside_good_ones_is_rarely_accepted(alpha):
+    """Every population in turn is the bad head, just above its budget; two loose heads beside it pass easily."""
+    good = [population("flat"), population("lognormal")]
+    for name in POPULATIONS:
+        pops = [*good, population(name)]
+        lower, upper, x, valid = (np.stack([getattr(p, f) for p in pops]) for f in ("lo", "cap", "x", "valid"))
+        truth, cap = (np.where(valid, v.astype(np.float64), 0).sum(1) for v in (x, upper))
+        budgets = (truth + np.array([0.5, 0.5, 0]) * (cap - truth) - np.array([0, 0, 1e-3]) * cap).astype(np.float32)
+        report = jax.tree.map(np.asarray, reports(lower, upper, x, valid, budgets, np.float32(-np.log(alpha))))
+        limit = binom.ppf(0.999, REPS, alpha)
+        assert report.accepted.sum() <= limit, name
+        assert not report.violated.any() and np.all((report.upper < truth * (1 - 1e-5)).sum(0) <= limit), name
+        assert np.all(report.passed[:, :2].mean(0) > 0.9) or name in ("all at bound", "all zero")  # no hope: no reads
+
+
+def test_a_correction_that_is_left_out_where_it_is_due_is_noticed():
+    """Control: "some head is within its budget" is no conjunctive claim; twelve bad heads err too often."""
+    pop = population("half at bound")
+    lower, upper, x, valid = (np.stack([column] * 12) for column in (pop.lo, pop.cap, pop.x, pop.valid))
+    budgets = (x.sum(1, dtype=np.float64) * (1 - 1e-3)).astype(np.float32)
+    report = reports(
+        lower,
+        upper,
+        x,
+        valid,
+        budgets,
+        np.float32(LEVEL),
+        per_head.PerHeadConfig(rounds=(480,), betting=COARSE.betting),
+    )
+    assert np.asarray(report.accepted).sum() <= binom.ppf(0.999, REPS, 0.05)
+    assert np.asarray(report.passed).any(1).sum() > binom.ppf(0.999, REPS, 0.05)
+
+
 def lost_head():
     """30 heads of 50 units with loose bounds; the last lost most of its mass, which the average hardly shows."""
     rng = np.random.default_rng(0)
@@ -119,6 +165,19 @@ def test_an_average_does_not_exclude_a_lost_head_and_this_audit_does():
     assert bool(kept.accepted) and np.all(np.asarray(kept.upper) >= x[:-1].sum(1))
 
 
+def test_reads_go_where_bounds_are_loose():
+    _, _, x = lost_head()
+    upper = (x + 0.001 * jnp.linspace(1, 4, 30)[:, None]).at[-1].set(x[-1])  # the last is known exactly
+    budgets = jnp.asarray(np.append(np.full(29, 0.08), 1.5).astype(np.float32))
+    config = per_head.PerHeadConfig(rounds=(290,))
+    audit = jax.jit(lambda key: per_head.audit(key, 0 * x, upper, x, budgets, LEVEL, config=config))
+    reads = np.asarray(audit(jax.random.key(0)).reads)
+    tight = np.flatnonzero(np.asarray(upper.sum(1) <= budgets))
+    assert tight.size >= 5 and np.all(reads[tight] == 0)
+    loose = np.setdiff1d(np.arange(30), tight)
+    assert reads[loose[-1]] > 2 * reads[loose[0]] > 0 and reads.sum() > 250
+
+
 @given(st.lists(st.floats(0, 1e6), min_size=5, max_size=5), st.lists(st.integers(0, 9), min_size=5, max_size=5),
        st.integers(1, 40))  # fmt: skip
 @settings(max_examples=60)
@@ -132,3 +191,40 @@ def test_allocation_keeps_within_its_limits(need, left, size):
 def test_impossible_settings_are_refused(changes):
     with pytest.raises(ValueError, match=r"\.$"):
         per_head.PerHeadConfig(**changes)
+
+
+def small_heads(sizes=(4, 4)):
+    return [jnp.asarray(v, bool if v.dtype == bool else jnp.float32) for v in heads(sizes)]
+
+
+_audit = jax.jit(lambda *args: per_head.audit(jax.random.key(0), *args))
+
+
+def test_a_hopeless_head_ends_the_reading():
+    """The lower bounds of one head already pass its budget: no read can lead to acceptance."""
+    lower, upper, x, valid = small_heads()
+    budgets = jnp.asarray([10.0, float(lower[1].sum()) * 0.5], jnp.float32)
+    report = _audit(lower, upper, x, budgets, jnp.float32(LEVEL), valid)
+    assert not bool(report.accepted) and np.asarray(report.reads).sum() == 0
+
+
+@pytest.mark.parametrize("fault", ["above", "below", "nan", "bounds", "level", "budget"])
+def test_what_makes_no_sense_raises_outside_of_jit_and_voids_inside(fault):
+    lower, upper, x, valid = small_heads()
+    budgets, level = jnp.asarray(upper.sum(1) * 0.8), jnp.float32(0 if fault == "level" else LEVEL)
+    x = {"above": upper + 1, "below": lower - 1, "nan": x * np.nan}.get(fault, x)
+    lower = jnp.where(jnp.arange(4) == 2, upper + 1, lower) if fault == "bounds" else lower
+    budgets = budgets * np.nan if fault == "budget" else budgets
+    report = _audit(lower, upper, x, budgets, level, valid)
+    assert bool(report.violated) and not bool(report.accepted) and np.all(np.isinf(report.upper))
+    with pytest.raises(ValueError, match=r"(bounds|violated|budgets|log_inv_alpha) is .*, but .*\.$"):
+        per_head.audit(jax.random.key(0), lower, upper, x, budgets, level, valid)
+
+
+def test_padding_is_not_read():
+    lower, upper, x, valid = heads((5, 3))
+    poisoned = [jnp.asarray(np.where(valid, v, np.nan), jnp.float32) for v in (lower, upper, x)]
+    budgets = jnp.asarray(np.where(valid, x, 0).sum(1) * 1.001, jnp.float32)
+    report = _audit(*poisoned, budgets, jnp.float32(LEVEL), jnp.asarray(valid))
+    assert not bool(report.violated) and np.asarray(report.reads).tolist() == [5, 3]
+    np.testing.assert_allclose(report.upper, np.where(valid, x, 0).sum(1), rtol=1e-3)

@@ -35,7 +35,7 @@ def _paths(rows, gain, gap, p, claim, m, wor, side):
         seen = (
             shekhar.observe_wor(g, b, q, valid, reach, total) if wor else shekhar.observe_iid(g, q, valid, reach, total)
         )
-        state = shekhar.update_batch(shekhar.init(config, gain.dtype), *seen)
+        state = shekhar.update_batch(shekhar.init(config, gain.dtype), seen)[0]
         return shekhar.wealth_path(state, m, LEVEL, side, config)
 
     return jnp.exp(jax.vmap(one)(rows))
@@ -77,8 +77,9 @@ def compare(lo, cap, x, reps, n):
         valid, p = law[index] > 0, law[index]
         config = shekhar.ShekharConfig(capacity=n)
         seen = shekhar.observe_wor((x - lo)[index], (cap - lo)[index], p, valid, reach, (cap - lo).sum())
-        mine = shekhar.bound(shekhar.update_batch(shekhar.init(config), *seen), lo.sum(), cap.sum(), LEVEL, config)
-        state = kw.update_batch(kw.init(kw.KWConfig(capacity=n)), *kw.observe_wor((cap - x)[index], p, valid))
+        drawn, _ = shekhar.update_batch(shekhar.init(config), seen)
+        mine = shekhar.bound(drawn, lo.sum(), cap.sum(), LEVEL, config)
+        state, _ = kw.update_batch(kw.init(kw.KWConfig(capacity=n)), kw.observe_wor((cap - x)[index], p, valid))
         return mine, kw.upper(state, cap.sum(), lo.sum(), LEVEL, kw.rounding_guard(cap.sum()))
 
     return jax.vmap(one)(jax.random.split(jax.random.key(1), reps))
@@ -106,16 +107,31 @@ def test_batch_equals_single_draws_and_edges_are_finite():
     config = shekhar.ShekharConfig(capacity=9)
     valid = jnp.arange(7) != 3  # a gap in the slots
     seen = shekhar.observe_wor(gain, gap, p, valid, float((gap / p).max()), float(gap.sum()))
-    batch = shekhar.update_batch(shekhar.init(config), *seen)
+    batch, info = shekhar.update_batch(shekhar.init(config), seen)
+    assert (int(info.used), int(info.ignored), bool(info.invalid)) == (6, 0, False)
     single = shekhar.init(config)
     for i in np.flatnonzero(valid):
-        single = shekhar.update(single, *(column[i] for column in seen[:4]))
+        single, _ = shekhar.update(single, shekhar.Observation(*(column[i] for column in seen)))
     jax.tree.map(np.testing.assert_array_equal, batch, single)
     empty = shekhar.bound(shekhar.init(config), 0.5, 2.0, LEVEL, config)
     assert [float(v) for v in empty] == [0.5, 2.0]
     nothing = shekhar.observe_iid(gain * 0, p, jnp.ones(7, bool), 0.0, 0.0)
-    bounds = shekhar.bound(shekhar.update_batch(shekhar.init(config), *nothing), 1.0, 1.0, LEVEL, config)
+    bounds = shekhar.bound(shekhar.update_batch(shekhar.init(config), nothing)[0], 1.0, 1.0, LEVEL, config)
     assert [float(v) for v in bounds] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("bad", [-0.1, np.nan, 2.0, np.inf])
+def test_a_draw_that_cannot_be_raises_outside_of_jit_and_voids_inside(bad):
+    """z is at most reach = 1."""
+    config = shekhar.ShekharConfig(capacity=3)
+    one = jnp.ones(1)
+    draw = shekhar.Observation(jnp.full(1, bad), 0 * one, one, one, one > 0)
+    with pytest.raises(ValueError, match=r"z is .*0 <= z <= reach"):
+        shekhar.update_batch(shekhar.init(config), draw)
+    state, info = jax.jit(shekhar.update_batch)(shekhar.init(config), draw)
+    assert bool(info.invalid)
+    assert [float(v) for v in shekhar.bound(state, 0.0, 1.0, LEVEL, config)] == [-np.inf, np.inf]
+    assert np.isposinf(jax.jit(shekhar.bound)(shekhar.init(config), 0.0, 1.0, 0.0)[1])  # alpha = 1 is no level
 
 
 @pytest.mark.parametrize("make", [
