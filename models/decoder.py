@@ -97,12 +97,19 @@ def hidden_states(
     positions: Int[Array, "B T"],
     attend: Attend,
     carry: Any,
+    unroll: bool | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Runs all layers. Returns (x after the final norm, carry, ys); `ys` stacks the `y` of every layer, `[L,...]`.
 
     `carry` goes through `attend` of layer 0, 1, ...: a cache held there is updated in place, whereas as an input and
     output of the scan it would be copied (256 ms against 74 ms a step in the prototype).
+
+    Args:
+      unroll: a Python loop over unstacked layers, in which `attend` gets its layer as an int. None: on an accelerator,
+        where a scan would wait for the host at every switch (docs/adr/0006).
     """
+    if unroll is None:
+        unroll = isinstance(params["layers"], tuple) and jax.default_backend() != "cpu"
     cos, sin = rotation(config, positions)
 
     def body(state, layer):
@@ -114,14 +121,9 @@ def hidden_states(
         return (run(lambda module: module.after(x, out)), carry), y
 
     x = params["embed"]["embedding"][tokens]
-    loop = _unrolled if _unrolls(params) else jax.lax.scan
+    loop = _unrolled if unroll else jax.lax.scan
     (x, carry), ys = loop(body, (x, carry), jnp.arange(config.num_layers))
     return rms_norm(x, params["norm"]["scale"], config.norm_eps), carry, ys
-
-
-def _unrolls(params: Params) -> bool:
-    """Separate arrays on a GPU: a scan there would wait for the host at every switch (docs/adr/0006)."""
-    return isinstance(params["layers"], tuple) and jax.default_backend() != "cpu"
 
 
 def _unrolled(body, state, layers: Int[Array, " L"]):
@@ -134,7 +136,7 @@ def _unrolled(body, state, layers: Int[Array, " L"]):
 
 
 def _with_layer(layers: Any, config: ModelConfig, layer: Any, use: Callable[[DecoderLayer], Any]) -> Any:
-    """`use` of the module of one layer: a known number of separate arrays, a switch between them, or cut out of a stack.
+    """`use` of the module of one layer: one of separate arrays, a switch between them, or weights cut out of a stack.
 
     The switch is for a CPU, where it costs nothing; a GPU would wait 18 us for the host at each.
     """

@@ -52,26 +52,30 @@ def shadow_run(
 
 def compare(attempt: Attempt, evidence, cache, job, length: int) -> ShadowStep:
     """Exact residuals and bound checks of one step of row 0, in float64."""
+    omega = np.asarray(job.requests.weights.omega, np.float64)
+    totals, worst, violations, units = np.zeros(3), 0.0, 0, 0
+    for (layer, head), lost in heads(evidence, cache, job, length):
+        totals += omega[layer, head] * np.array(lost[:3])
+        worst = max(worst, lost[0])
+        violations, units = violations + lost[3], units + lost[4]
+    delta, residual, output = totals.tolist()
+    return ShadowStep(attempt, delta, residual, output, violations, units, worst)
+
+
+def heads(evidence, cache, job, length: int) -> Iterator[tuple[tuple[int, int], tuple]]:
+    """((layer, query head), what `head_truth` says of it) of row 0."""
     scores = jax.device_get(_scores(evidence.q, cache, jnp.asarray([length]), job.program.audit))
-    omega, page = np.asarray(job.requests.weights.omega, np.float64), job.program.audit.page_size
+    page = job.program.audit.page_size
     read, queries = np.asarray(evidence.read)[:, 0], np.asarray(evidence.q, np.float64)[:, 0]
     table = np.asarray(cache.page_table)[0, : -(-length // BLOCK)]
-    totals = np.zeros(3)
-    violations = units = 0
-    worst = 0.0
     for layer in range(queries.shape[0]):
         k, v = (_tokens(pool, layer, table, length) for pool in (cache.k, cache.v))
-        kv_heads = k.shape[0]
-        group = queries.shape[1] // kv_heads
+        group = queries.shape[1] // k.shape[0]
         for head in range(queries.shape[1]):
             kv_head, member = head // group, head % group
             bounds = tuple(x[layer, 0, kv_head, member] for x in scores)
-            lost = head_truth(queries[layer, head], k[kv_head], v[kv_head], read[layer, kv_head], bounds, page)
-            totals += omega[layer, head] * np.array(lost[:3])
-            worst = max(worst, lost[0])
-            violations, units = violations + lost[3], units + lost[4]
-    delta, residual, output = totals.tolist()
-    return ShadowStep(attempt, delta, residual, output, violations, units, worst)
+            found = head_truth(queries[layer, head], k[kv_head], v[kv_head], read[layer, kv_head], bounds, page)
+            yield (layer, head), found
 
 
 def head_truth(q, k, v, read, bounds, page: int) -> tuple[float, float, float, int, int]:

@@ -9,6 +9,7 @@ from skg_jax.kv.sketch import BoundKind
 from skg_jax.types import BLOCK, PAGE_SIZES
 
 type Residual = Literal["mass", "output"]
+type AuditScope = Literal["step", "heads"]
 type Design = Literal["pps", "wor", "boundary"]
 
 
@@ -18,6 +19,7 @@ class AuditConfig:
 
     Attributes:
       page_size: tokens per page, 16, 32 or 64.
+      scope: what the budget limits: "step", the weighted mean over all heads; "heads", every head by itself.
       residual: "mass", the dropped attention mass; "output", a bound on the relative change of the attention output.
       rate: share of the unread units drawn in the first round, which is always read.
       rounds: size of each round in multiples of the first; rows stop at the end of the first round that accepts them.
@@ -34,6 +36,7 @@ class AuditConfig:
     """
 
     page_size: int = 16
+    scope: AuditScope = "step"
     residual: Residual = "mass"
     rate: float = 0.01
     rounds: tuple[int, ...] = (1, 1, 2)
@@ -47,6 +50,10 @@ class AuditConfig:
     def __post_init__(self):
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size}.")
+        if self.scope not in ("step", "heads"):
+            raise ValueError(f"scope must be step or heads, not {self.scope}.")
+        if self.scope == "heads" and self.design != "pps":
+            raise ValueError(f"scope heads draws by itself and knows no design {self.design}; leave the design out.")
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate must be in (0, 1], not {self.rate}.")
         if not self.rounds or self.rounds[0] != 1 or min(self.rounds) < 1:

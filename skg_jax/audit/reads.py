@@ -12,17 +12,29 @@ from skg_jax.audit.config import AuditConfig
 from skg_jax.audit.units import UP, StepEvidence, log_denominator, output_factor
 from skg_jax.kv import integrity, sketch
 from skg_jax.kv.cache import PagedKVCache, sealed
-from skg_jax.kv.sketch import Sketch
+from skg_jax.pallas import dispatch
+from skg_jax.pallas.audit_mass import audit_mass
+from skg_jax.pallas.dispatch import Implementation
 
 
-class UnitReads(NamedTuple):
-    """Units as they are, next to what was promised of them."""
+class ShareReads(NamedTuple):
+    """Shares of single pages as they are, next to what was promised of them."""
 
-    x: Float[Array, "B n"]  # value, rounded up and inside the unit's bounds
+    share: Float[Array, "B n G"]  # of the query heads of the group, rounded up
     violated: Bool[Array, "B n"]  # an exact mass lay outside its bounds, or was not a number
     corrupt: Bool[Array, "B n"]  # the keys do not match their checksum
     layer: Int[Array, "B n"]
     block: Int[Array, "B n"]  # pool block
+
+
+class UnitReads(NamedTuple):
+    """Units as they are: shares weighted and summed over the group, inside the unit's bounds."""
+
+    x: Float[Array, "B n"]
+    violated: Bool[Array, "B n"]
+    corrupt: Bool[Array, "B n"]
+    layer: Int[Array, "B n"]
+    block: Int[Array, "B n"]
 
 
 def read_units(
@@ -31,55 +43,86 @@ def read_units(
     cache: PagedKVCache,
     omega: Float[Array, "L N"],
     config: AuditConfig,
+    implementation: Implementation | None = None,
 ) -> UnitReads:
     """Read units by their index in the flattened [L, K, M] population of each row."""
     layers, batch, kv_heads, pages = evidence.upper.shape
     layer, head, page = jnp.unravel_index(index, (layers, kv_heads, pages))
-    row = jnp.arange(batch)[:, None]
+    row = jnp.broadcast_to(jnp.arange(batch)[:, None], index.shape)
+    found = read_shares(row, layer, head, page, evidence, cache, config, implementation)
+    x = (omega.reshape(layers, kv_heads, -1)[layer, head] * found.share).sum(-1) * UP
+    own = (layer, row, head, page)
+    return UnitReads(jnp.clip(x, evidence.lower[own], evidence.upper[own]), *found[1:])
+
+
+def read_shares(
+    row: Int[Array, "B n"],
+    layer: Int[Array, "B n"],
+    head: Int[Array, "B n"],
+    page: Int[Array, "B n"],
+    evidence: StepEvidence,
+    cache: PagedKVCache,
+    config: AuditConfig,
+    implementation: Implementation | None = None,
+) -> ShareReads:
+    """Read pages of KV heads, and check their masses against the bounds and their keys against the checksums."""
+    layers, batch, kv_heads, _ = evidence.upper.shape
     block = cache.page_table[row, page // config.parts]
+    at = (layer, row, head, block, page % config.parts)
     by_group = lambda x: x.reshape(layers, batch, kv_heads, -1, *x.shape[3:])[layer, row, head]
-    q = by_group(evidence.q)
-    keys, sums, record = _gather(cache, layer, block, head, page % config.parts, config.page_size)
-    key_norm = cache.key_norm[layer, block, head]
-    bounds = sketch.page_scores(q, record, key_norm, config.page_size, config.bounds)
-    log_mass, slack = exact_log_mass(q, keys, key_norm)
-    lower, upper = bounds.lower[..., 0], bounds.upper[..., 0]
+    kernel = lambda: _masses_mosaic(evidence.q, cache, at, config.page_size)
+    twin = lambda: _masses_xla(by_group(evidence.q), cache, at, config.page_size)
+    log_mass, sums = dispatch.choose(implementation, kernel, twin)
+    slack = _slack(by_group(evidence.q), cache.key_norm[layer, block, head])
+    lower, upper = (x[layer, row, head, :, page] for x in (evidence.log_lower, evidence.log_upper))
     known = sealed(cache)[block]  # nothing was promised of the others
     violated = known & ~((log_mass >= lower) & (log_mass <= upper)).all(-1)
     base = by_group(evidence.log_selected)
-    # The lower bound is computed a second time here and may differ by rounding from the one inside the total.
-    rest = log_denominator(lower + slack - base, by_group(evidence.total))
-    weight = omega.reshape(layers, kv_heads, -1)[layer, head]
+    rest = log_denominator(lower - base, by_group(evidence.total))
+    share = jax.nn.sigmoid(log_mass + slack - base - rest)
     if config.residual == "output":
         value_norm = cache.value_norm[layer, block, head][..., None]
-        weight = weight * output_factor(value_norm, by_group(evidence.out_norm), config)
-    x = (weight * jax.nn.sigmoid(log_mass + slack - base - rest)).sum(-1) * UP
-    own = (layer, row, head, page)
-    corrupt = known & jnp.any(integrity.checksum(keys) != sums, axis=-1)
-    return UnitReads(jnp.clip(x, evidence.lower[own], evidence.upper[own]), violated, corrupt, layer, block)
+        share = share * output_factor(value_norm, by_group(evidence.out_norm), config)
+    promised = _page_of(cache, cache.k_sum[..., None], at, config.page_size)[..., 0]
+    return ShareReads(share * UP, violated, known & jnp.any(sums != promised, axis=-1), layer, block)
 
 
-def exact_log_mass(
-    q: Float[Array, "... G H"], keys: Float[Array, "... C H"], key_norm: Float[Array, "..."]
-) -> tuple[Float[Array, "... G"], Float[Array, "... G"]]:
-    """Log-mass of one page per query head, and a bound on its rounding."""
-    q = q * q.shape[-1] ** -0.5
+def first_corrupt(reads: ShareReads | UnitReads, valid: Bool[Array, "B n"]) -> Int[Array, "B 2"]:
+    """(layer, pool block) of the first unit read whose keys failed their checksum, or -1."""
+    bad = reads.corrupt & valid
+    first = jnp.argmax(bad, axis=1)[:, None]
+    place = jnp.concatenate([jnp.take_along_axis(x, first, axis=1) for x in (reads.layer, reads.block)], axis=1)
+    return jnp.where(bad.any(1, keepdims=True), place, -1).astype(jnp.int32)
+
+
+def exact_log_mass(q: Float[Array, "... G H"], keys: Float[Array, "... C H"]) -> Float[Array, "... G"]:
+    """Log-mass of one page per query head."""
+    q = q.astype(jnp.float32) * q.shape[-1] ** -0.5
     logits = jnp.einsum("...gh,...ch->...gc", q, keys.astype(jnp.float32), precision="highest")
     top = logits.max(-1)
-    log_mass = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
-    return log_mass, sketch.rounding_slack(q, key_norm[..., None]) + 1e-5
+    return top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
 
 
-def _gather(cache: PagedKVCache, layer, block, head, part, page_size: int):
-    """Keys, checksums and sketch records of single pages: contiguous slabs of the pools."""
-    layers, blocks, heads, width, _ = cache.k.shape
-    parts = width // page_size
-    record_at = (layer * blocks + block) * heads + head
-    slab = record_at * parts + part
-    pages = lambda pool, *tail: pool.reshape(-1, *tail)[slab]
-    records = lambda pool: pool.reshape(-1, pool.shape[-1])[record_at]
-    keys = pages(cache.k, page_size, cache.k.shape[-1])
-    sums = pages(cache.k_sum, cache.k_sum.shape[-1] // parts)
-    codes = pages(cache.sketch.codes, page_size, cache.sketch.codes.shape[-1])
-    residual = pages(cache.sketch.residual, page_size)
-    return keys, sums, Sketch(codes, records(cache.sketch.low), records(cache.sketch.step), residual)
+def _slack(q: Float[Array, "B n G H"], key_norm: Float[Array, "B n"]) -> Float[Array, "B n G"]:
+    """Bound on the rounding of an exact log-mass, by XLA or by the kernel (pallas/audit_mass.py)."""
+    return sketch.rounding_slack(q.astype(jnp.float32) * q.shape[-1] ** -0.5, key_norm[..., None]) + 1e-5
+
+
+def _masses_xla(q: Float[Array, "B n G H"], cache: PagedKVCache, at, page_size: int):
+    keys = _page_of(cache, cache.k, at, page_size)
+    return exact_log_mass(q, keys), integrity.checksum(keys)
+
+
+def _masses_mosaic(q: Float[Array, "L B N H"], cache: PagedKVCache, at, page_size: int):
+    shape = at[0].shape
+    found = audit_mass(q, cache.k, *(x.ravel().astype(jnp.int32) for x in at), page_size=page_size)
+    return tuple(x.reshape(*shape, -1) for x in found)
+
+
+def _page_of(cache: PagedKVCache, pool: Array, at, page_size: int) -> Array:
+    """What a pool [L, P, K, slots, ...] holds of single pages: one slab each, [B, n, slots of a page, ...]."""
+    layer, _, head, block, part = at
+    layers, blocks, heads, slots, *tail = pool.shape
+    parts = cache.k.shape[3] // page_size
+    slab = ((layer * blocks + block) * heads + head) * parts + part
+    return pool.reshape(-1, slots // parts, *tail)[slab]

@@ -15,40 +15,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from skg_jax.audit.config import AuditConfig
 from skg_jax.audit.draws import Population, draw, order_of, population
-from skg_jax.audit.reads import UnitReads, read_units
+from skg_jax.audit.reads import UnitReads, first_corrupt, read_units
+from skg_jax.audit.report import AuditReport, Budget, HeadWeights
 from skg_jax.audit.units import StepEvidence
 from skg_jax.kv.cache import PagedKVCache
+from skg_jax.pallas.dispatch import Implementation
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats import sampling
 from skg_jax.stats.sums import tree_sum
-
-
-class AuditReport(NamedTuple):
-    """What the audit of a step established, per row."""
-
-    accepted: Bool[Array, " B"]  # residual <= tau at the row's error level, nothing amiss
-    bound: Float[Array, " B"]  # upper bound on the residual at that level
-    cap: Float[Array, " B"]  # what the page bounds give without reading
-    log_wealth: Float[Array, " B"]  # against "residual >= tau"
-    violated: Bool[Array, " B"]  # a unit lay outside its bounds
-    corrupt: Int[Array, "B 2"]  # (layer, pool block) whose keys failed their checksum, or -1
-    units: Int[Array, " B"]  # unread units of the step
-    drawn: Int[Array, " B"]  # draws, repetitions included
-    pages_read: Int[Array, " B"]  # distinct units read
-
-
-class Budget(NamedTuple):
-    """What is asked of a step: residual at most tau, at error exp(-log_inv_alpha)."""
-
-    tau: Float[Array, " B"]
-    log_inv_alpha: Float[Array, " B"]
-
-
-class HeadWeights(NamedTuple):
-    """Known weights of the residual, summing to one over all heads with `uncovered`."""
-
-    omega: Float[Array, "L N"]
-    uncovered: Float[Array, ""]  # weight of heads outside the audit: counted as lost entirely
 
 
 class _Run(NamedTuple):
@@ -73,6 +47,7 @@ def run(
     weights: HeadWeights,
     budget: Budget,
     config: AuditConfig,
+    implementation: Implementation | None = None,
 ) -> AuditReport:
     """Audit one step.
 
@@ -93,14 +68,16 @@ def run(
         """As many draws as the first round has; later rounds are several of these."""
         drawn = draw(key, pop, order, state.parts, state.offset, size)
         slots = jnp.arange(size) < jnp.ceil(config.rate * pop.count)[:, None]
-        reads = read_units(drawn, evidence, cache, weights.omega, config)
+        reads = read_units(drawn, evidence, cache, weights.omega, config, implementation)
         state = _absorb(state, pop, drawn, slots & ~state.done[:, None], reads, config)
         return _judge(state, pop, limit, jnp.any(state.parts == ends), kw_config)
 
     def going(state):  # the first round is always read: it is where broken bounds and corrupt keys show
         return (state.parts == 0) | ((state.parts < ends[-1]) & ~jnp.all(state.done))
 
-    state = jax.lax.while_loop(going, part, _start(pop, kw_config))
+    start = _start(pop, kw_config)
+    # One round needs no loop, for whose condition a GPU would wait for the host.
+    state = part(start) if sum(config.rounds) == 1 else jax.lax.while_loop(going, part, start)
     return _report(state, pop, limit, weights, evidence, kw_config)
 
 
@@ -145,16 +122,8 @@ def _absorb(state: _Run, pop: Population, drawn, valid, reads: UnitReads, config
         parts=state.parts + 1,
         offset=state.offset + valid.sum(1, dtype=jnp.int32),
         violated=state.violated | (reads.violated & valid).any(1),
-        corrupt=jnp.where(state.corrupt < 0, _first_corrupt(reads, valid), state.corrupt),
+        corrupt=jnp.where(state.corrupt < 0, first_corrupt(reads, valid), state.corrupt),
     )
-
-
-def _first_corrupt(reads: UnitReads, valid: Bool[Array, "B n"]) -> Int[Array, "B 2"]:
-    """(layer, pool block) of the first unit read whose keys failed their checksum, or -1."""
-    bad = reads.corrupt & valid
-    first = jnp.argmax(bad, axis=1)[:, None]
-    place = jnp.concatenate([jnp.take_along_axis(x, first, axis=1) for x in (reads.layer, reads.block)], axis=1)
-    return jnp.where(bad.any(1, keepdims=True), place, -1).astype(jnp.int32)
 
 
 def _judge(state: _Run, pop: Population, limit: Budget, at_end, config: kw.KWConfig) -> _Run:

@@ -21,24 +21,48 @@ from skg_jax.audit.config import AuditConfig
 from skg_jax.kv import sketch
 from skg_jax.kv.cache import PagedKVCache, current
 from skg_jax.kv.sketch import PageScores
-from skg_jax.selectors.base import Selection, mask_of
+from skg_jax.selectors.base import Selection
 from skg_jax.types import BLOCK
 
 UP = 1.0 + 1e-6  # outward rounding of float32 sums and products
 _CANCEL = 1e-6  # of the total, lost when one lower bound is subtracted from it
 
 
-class StepEvidence(NamedTuple):
-    """What the audit needs of one layer; stacked over the layers, [L, ...], of one step."""
+class LayerEvidence(NamedTuple):
+    """What one layer leaves for the audit; stacked over the layers, [L, ...]."""
 
     q: Float[Array, "*L B N H"]
-    log_selected: Float[Array, "*L B N"]  # log W_S, rounded down
-    total: Float[Array, "*L B N"]  # (W_S + sum of L) / W_S
+    lse: Float[Array, "*L B N"]  # log of the mass that attention read
     out_norm: Float[Array, "*L B N"]  # |o| of the sparse output, the unit of the output residual
-    lower: Float[Array, "*L B K M"]  # l of each unit, weights applied, 0 where there is nothing unread
-    upper: Float[Array, "*L B K M"]  # c of each unit
+    log_lower: Float[Array, "*L B K G M"]  # bounds of every page's log-mass
+    log_upper: Float[Array, "*L B K G M"]
     read: Bool[Array, "*L B K M"]  # pages that attention read
-    unbounded: Int[Array, "*L B"]  # unread pages without valid bounds: the step cannot be certified
+
+
+class HeadBounds(NamedTuple):
+    """What is known of every query head without reading."""
+
+    log_selected: Float[Array, "L B N"]  # log W_S, rounded down
+    total: Float[Array, "L B N"]  # (W_S + sum of L) / W_S
+    out_norm: Float[Array, "L B N"]
+    log_lower: Float[Array, "L B K G M"]  # -inf where there is nothing unread
+    log_upper: Float[Array, "L B K G M"]
+
+
+class StepEvidence(NamedTuple):
+    """The population of a step, and what reading its units needs. Made from all layers at once: on a GPU a launch costs
+    more than the bounds of a layer."""
+
+    q: Float[Array, "L B N H"]
+    log_selected: Float[Array, "L B N"]  # these five: see HeadBounds
+    total: Float[Array, "L B N"]
+    out_norm: Float[Array, "L B N"]
+    log_lower: Float[Array, "L B K G M"]
+    log_upper: Float[Array, "L B K G M"]
+    lower: Float[Array, "L B K M"]  # l of each unit, weights applied, 0 where there is nothing unread
+    upper: Float[Array, "L B K M"]  # c of each unit
+    read: Bool[Array, "L B K M"]
+    unbounded: Int[Array, "L B"]  # unread pages without valid bounds: the step cannot be certified
 
 
 def layer_evidence(
@@ -47,40 +71,59 @@ def layer_evidence(
     lse: Float[Array, "B N"],
     scores: PageScores,
     selection: Selection,
+) -> LayerEvidence:
+    """What the audit will ask of one layer."""
+    norm = jnp.linalg.norm(out.astype(jnp.float32), axis=-1)
+    return LayerEvidence(q, lse, norm, scores.lower, scores.upper, selection.read)
+
+
+def step_evidence(
+    layers: LayerEvidence,
     cache: PagedKVCache,
-    layer: Int[Array, ""],
-    omega: Float[Array, " N"],
+    omega: Float[Array, "L N"],
     length: Int[Array, " B"],
     config: AuditConfig,
 ) -> StepEvidence:
-    """Bounds of all unread pages of one layer, reduced to units."""
-    batch, kv_heads, pages = selection.page_ids.shape
-    group = lambda x: x.reshape(batch, kv_heads, -1, *x.shape[2:])
-    in_use = jnp.arange(pages) < -(-length // config.page_size)[:, None]
-    read = mask_of(selection)
-    unread = (in_use[:, None] & ~read)[:, :, None]
-    log_selected = group(lse - _lse_slack(q, cache, layer, length))
-    relative = lambda x: jnp.where(unread, x - log_selected[..., None], -jnp.inf)
-    lower, upper = relative(scores.lower), relative(scores.upper)
-    total = 1.0 + _mass(lower).sum(-1)
-    out_norm = group(jnp.linalg.norm(out, axis=-1))
-    weight = omega.reshape(1, kv_heads, -1, 1) * jnp.repeat(
-        _stretch(cache.value_norm[layer, cache.page_table], out_norm, config), BLOCK // config.page_size, axis=-1
-    )
-    log_rest = log_denominator(lower, total[..., None])
-    unit = lambda log_mass: (weight * jax.nn.sigmoid(log_mass - log_rest)).sum(2)
-    flat = lambda x: x.reshape(batch, -1)
-    known = jnp.repeat(current(cache), BLOCK // config.page_size, axis=1)
-    return StepEvidence(
-        q=q.astype(jnp.float32),
-        log_selected=flat(log_selected),
-        total=flat(total),
-        out_norm=flat(out_norm),
-        lower=unit(lower) / UP,
-        upper=unit(upper) * UP,
-        read=read,
-        unbounded=(unread[:, :, 0] & ~known[:, None]).sum((1, 2), dtype=jnp.int32),
-    )
+    """Reduce the bounds of all unread pages to units.
+
+    Args:
+      layers: stacked. cache: the version that the step used. length: tokens in it, this step's included.
+    """
+    read = layers.read
+    in_use = jnp.arange(read.shape[-1]) < -(-length // config.page_size)[:, None]
+    unread = in_use[:, None] & ~read
+    known = jnp.repeat(current(cache), config.parts, axis=1)
+    hide = lambda x: jnp.where(unread[..., None, :], x, -jnp.inf)
+    log_lower, log_upper = hide(layers.log_lower), hide(layers.log_upper)
+    log_selected = layers.lse - _lse_slack(layers.q, cache, length)
+    total = 1.0 + _mass(log_lower - log_selected.reshape(*read.shape[:3], -1, 1)).sum(-1)
+    bounds = HeadBounds(log_selected, total.reshape(log_selected.shape), layers.out_norm, log_lower, log_upper)
+    weight = omega.reshape(len(omega), 1, read.shape[2], -1, 1)
+    lower, upper = ((weight * share).sum(3) for share in _shares(bounds, cache, config))
+    unbounded = (unread & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
+    return StepEvidence(layers.q, *bounds, lower / UP, upper * UP, read, unbounded)
+
+
+def head_shares(
+    evidence: StepEvidence, cache: PagedKVCache, config: AuditConfig
+) -> tuple[Float[Array, "L B N M"], Float[Array, "L B N M"]]:
+    """Bounds l and c of every unread page for every query head, 0 for the others; outward."""
+    flat = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])
+    lower, upper = _shares(HeadBounds(*(getattr(evidence, name) for name in HeadBounds._fields)), cache, config)
+    return flat(lower) / UP, flat(upper) * UP
+
+
+def _shares(bounds: HeadBounds, cache: PagedKVCache, config: AuditConfig):
+    """Bounds of x_j, [L, B, K, G, M], not yet rounded."""
+    group = lambda x: x.reshape(*bounds.log_lower.shape[:4], 1)
+    relative = lambda x: x - group(bounds.log_selected)
+    log_rest = log_denominator(relative(bounds.log_lower), group(bounds.total))
+    share = lambda x: jax.nn.sigmoid(relative(x) - log_rest)
+    if config.residual == "mass":
+        return share(bounds.log_lower), share(bounds.log_upper)
+    value_norm = jnp.moveaxis(cache.value_norm[:, cache.page_table], 3, 2)[..., None, :]
+    factor = jnp.repeat(output_factor(value_norm, group(bounds.out_norm), config), config.parts, axis=-1)
+    return factor * share(bounds.log_lower), factor * share(bounds.log_upper)
 
 
 def log_denominator(lower: Float[Array, "..."], total: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -93,24 +136,15 @@ def _mass(log_mass: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.exp(jnp.minimum(log_mass, 60.0)) / UP
 
 
-def _stretch(
-    value_norm: Float[Array, "B Mb K"], out_norm: Float[Array, "B K G"], config: AuditConfig
-) -> Float[Array, "B K G Mb"]:
-    """Factor from a share of mass to a bound on the attention output: (max |v| + |o|) / |o|, or one."""
-    if config.residual == "mass":
-        return jnp.ones((*out_norm.shape, value_norm.shape[1]))
-    return output_factor(jnp.moveaxis(value_norm, 1, 2)[:, :, None], out_norm[..., None], config)
-
-
 def output_factor(value_norm: Array, out_norm: Array, config: AuditConfig) -> Array:
     """nu of one unit and head; the output's norm is floored by a constant declared beforehand."""
     return (value_norm + out_norm) / jnp.maximum(out_norm, config.output_floor) * UP
 
 
-def _lse_slack(q, cache: PagedKVCache, layer, length: Int[Array, " B"]) -> Float[Array, "B N"]:
+def _lse_slack(q: Float[Array, "L B N H"], cache: PagedKVCache, length: Int[Array, " B"]) -> Float[Array, "L B N"]:
     """Rounding of the selected mass, from the largest key norm of the row."""
-    batch, heads, dim = q.shape
+    *lead, _, dim = q.shape
     used = jnp.arange(cache.max_blocks) < -(-length // BLOCK)[:, None]
-    norm = jnp.where(used[..., None], cache.key_norm[layer, cache.page_table], 0.0).max(1)
-    grouped = q.astype(jnp.float32).reshape(batch, norm.shape[1], -1, dim) * dim**-0.5
-    return sketch.rounding_slack(grouped, norm[..., None]).reshape(batch, heads) + 1e-5
+    norm = jnp.where(used[..., None], cache.key_norm[:, cache.page_table], 0.0).max(2)  # [L, B, K]
+    grouped = q.astype(jnp.float32).reshape(*norm.shape, -1, dim) * dim**-0.5
+    return sketch.rounding_slack(grouped, norm[..., None]).reshape(*lead, -1) + 1e-5

@@ -14,10 +14,12 @@ from skg_jax.types import Params
 
 
 def random_params(config: ModelConfig, key: PRNGKeyArray, dtype=jnp.bfloat16) -> Params:
-    """Normal(0, 0.02) kernels, unit norms, zero biases; leaf by leaf, as one draw of 8 billion would need them twice."""
+    """Normal(0, 0.02) kernels, unit norms, zero biases; leaf by leaf: one draw of all would take twice the room."""
     leaves, tree = jax.tree.flatten_with_path(decoder.abstract(config, dtype))
     keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(tree, [_leaf(path[-1].key, leaf, k) for (path, leaf), k in zip(leaves, keys, strict=True)])
+    return jax.tree.unflatten(
+        tree, [_leaf(path[-1].key, leaf, k) for (path, leaf), k in zip(leaves, keys, strict=True)]
+    )
 
 
 def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: PRNGKeyArray):

@@ -53,15 +53,16 @@ def sparse_step(
     The caller has `touch`ed the cache.
     """
     budget = jnp.take_along_axis(requests.policy.budgets, rows.tier[:, None], axis=1)[:, 0]
-    attend = layers.sparse_attend(program, requests.weights, rows.position, jnp.where(rows.done, 1.0, budget))
+    attend = layers.sparse_attend(program, rows.position, jnp.where(rows.done, 1.0, budget))
     carry = (cache, program.selector.init())
     x, (cache, _), trace = _layers(params, program, rows, attend, carry)
     if trace.evidence is None:
         return Attention(x, cache, _no_report(rows), trace.selected.sum(0), jnp.zeros_like(rows.tier)), None
     key = stream(requests.key, AUDIT_STREAM, rows.attempt)
     limit = guard.budget(requests.policy, rows.guard)
-    report = audit.run(key, trace.evidence, cache, requests.weights, limit, program.audit)
-    return Attention(x, cache, report, trace.selected.sum(0), trace.evidence.unbounded.sum(0)), trace.evidence
+    evidence = audit.step_evidence(trace.evidence, cache, requests.weights.omega, rows.position + 1, program.audit)
+    report = audit.run(key, evidence, cache, requests.weights, limit, program.audit, program.implementation)
+    return Attention(x, cache, report, trace.selected.sum(0), evidence.unbounded.sum(0)), evidence
 
 
 def settle(
@@ -109,7 +110,7 @@ def _attend(params, cache, requests, rows, program: Program) -> Attention:
 
 
 def _exact_step(params, cache, rows: Rows, program: Program) -> Attention:
-    x, cache, _ = _layers(params, program, rows, layers.exact_attend(rows.position), cache)
+    x, cache, _ = _layers(params, program, rows, layers.exact_attend(program, rows.position), cache)
     everything = layers.pages_in_use(program, rows.position)
     return Attention(x, cache, _no_report(rows), everything, jnp.zeros_like(rows.tier))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from skg_jax import attention
-from skg_jax.audit import HeadWeights, StepEvidence, layer_evidence
+from skg_jax.audit import LayerEvidence, layer_evidence
 from skg_jax.decode.state import Program
 from skg_jax.kv import cache as kv
 from skg_jax.kv.cache import PagedKVCache
@@ -20,38 +20,41 @@ class LayerTrace(NamedTuple):
     """What one sparse layer leaves behind."""
 
     selected: Int[Array, " B"]  # pages read, over KV heads
-    evidence: StepEvidence | None
+    evidence: LayerEvidence | None
 
 
-def sparse_attend(program: Program, weights: HeadWeights, position: Int[Array, " B"], budget: Float[Array, " B"]):
+def sparse_attend(program: Program, position: Int[Array, " B"], budget: Float[Array, " B"]):
     """Attention callback over the pages that the selector takes. Carry: (cache, selector state)."""
     audit, length = program.audit, position + 1
 
     def attend(layer, q, k, v, carry):
         cache, selector_state = carry
         cache = kv.append(cache, layer, k[:, 0], v[:, 0], position)
-        scores = score_pages(q[:, 0], cache, layer, length, audit.page_size, audit.bounds)
+        kind = audit.bounds if program.guarded else "none"  # who does not audit needs no bounds
+        scores = score_pages(
+            q[:, 0], cache, layer, length, audit.page_size, kind, implementation=program.implementation
+        )
         must = forced_pages(cache, length, audit.page_size, audit.sink_pages, audit.recent_pages)
         ctx = SelectContext(scores, must, -(-length // audit.page_size), layer)
         selection, selector_state = program.selector.select(ctx, selector_state, budget)
-        out, lse = attention.sparse(q[:, 0], cache, layer, selection, length, audit.page_size)
+        out, lse = attention.sparse(
+            q[:, 0], cache, layer, selection, length, audit.page_size, implementation=program.implementation
+        )
         evidence = None
         if program.guarded:
-            evidence = layer_evidence(
-                q[:, 0], out, lse, scores, selection, cache, layer, weights.omega[layer], length, audit
-            )
+            evidence = layer_evidence(q[:, 0], out, lse, scores, selection)
         trace = LayerTrace(selection.num_pages.sum(1), evidence)
         return out[:, None].astype(q.dtype), (cache, selector_state), trace
 
     return attend
 
 
-def exact_attend(position: Int[Array, " B"]):
+def exact_attend(program: Program, position: Int[Array, " B"]):
     """Attention callback over everything. Carry: the cache."""
 
     def attend(layer, q, k, v, cache: PagedKVCache):
         cache = kv.append(cache, layer, k[:, 0], v[:, 0], position)
-        out, _ = attention.dense(q[:, 0], cache, layer, position + 1)
+        out, _ = attention.dense(q[:, 0], cache, layer, position + 1, implementation=program.implementation)
         return out[:, None].astype(q.dtype), cache, None
 
     return attend

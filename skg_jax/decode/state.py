@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from models.config import ModelConfig
 from skg_jax.audit import AuditConfig, HeadWeights
 from skg_jax.guard.policy import GuardState, Policy
+from skg_jax.pallas.dispatch import Implementation
 from skg_jax.sampling import SamplingParams
 from skg_jax.selectors import Selector, topk
 
@@ -32,6 +33,7 @@ class Program:
     greedy: bool = True
     attempts_per_dispatch: int = 16
     prefill_chunk: int = 512
+    implementation: Implementation | None = None  # of attention and scoring; None: kernels where they can
 
     @property
     def guarded(self) -> bool:

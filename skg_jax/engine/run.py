@@ -146,7 +146,7 @@ class Run:
         attempts, text = self._attempts[row], self._rows[row]
         terms = Terms(
             job.options.attention, job.options.guard.alpha, job.tau, job.options.guard.residual,
-            job.options.guard.spending, job.uncovered,
+            job.options.guard.spending, job.uncovered, job.options.guard.scope,
         )  # fmt: skip
         rate = self._decoded / self._decode_s if self._decode_s else None
         prefilled = sum(map(len, job.prompts)) / self._prefill_s if self._prefill_s else None

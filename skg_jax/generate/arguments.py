@@ -60,6 +60,8 @@ class Guard:
     """Page budgets tried after --pages, ascending, then exact attention. auto: two and a half times --pages."""
     on_reject: Literal["exact", "release"] = "exact"
     """After the last tier: exact attention, or the step as it is, without a certificate."""
+    scope: Literal["step", "heads"] = "step"
+    """What tau limits: the weighted mean over all heads of a step, or every head by itself."""
     residual: Literal["mass", "output"] = "mass"
     """Attention mass dropped, or a bound on the relative change of the attention output."""
     weights: str = "uniform"

@@ -12,8 +12,10 @@ type Scope = Literal["request", "per_decision", "none"]
 
 _ORDER: tuple[Scope, ...] = ("request", "per_decision", "none")  # from the strongest
 _WHAT = {
-    "mass": "the weighted mean of the attention mass dropped",
-    "output": "the bound on the weighted mean relative change of the attention output",
+    ("step", "mass"): "the weighted mean of the attention mass dropped",
+    ("step", "output"): "the bound on the weighted mean relative change of the attention output",
+    ("heads", "mass"): "the attention mass dropped by any one covered head",
+    ("heads", "output"): "the bound on the relative change of the attention output of any one covered head",
 }
 
 
@@ -47,6 +49,7 @@ class Terms(NamedTuple):
     residual: str
     spending: str
     uncovered_heads: tuple[tuple[int, int], ...] = ()
+    audit_scope: str = "step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Certificate:
             return "No guarantee is given for this request."
         if self.accepted == 0 and not self.uncertified:
             return f"All {self.steps} steps used exact attention."
-        limit = f"{_WHAT[self.residual]} is at most {self.tau:g} against dense attention on the same cache and queries"
+        what = _WHAT[self.terms.audit_scope, self.residual]
+        limit = f"{what} is at most {self.tau:g} against dense attention on the same cache and queries"
         if self.scope == "request":
             chance = f"With probability at least {1 - self.alpha:g} over the audit's draws"
             return f"{chance}, in every one of the {self.steps} steps {limit}."
@@ -120,10 +124,10 @@ class Certificate:
         return quoted
 
     def to_json(self) -> dict:
-        """The fields but for `terms` and `bounds`, and the statement."""
+        """The fields but for `terms` and `bounds`, what the audit limits ("step" or "heads"), and the statement."""
         hidden = ("terms", "bounds")
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in hidden}
-        return fields | {"statement": self.statement}
+        return fields | {"audit_scope": self.terms.audit_scope, "statement": self.statement}
 
     def _weaker(self, scope: Scope, reason: str) -> Certificate:
         reasons = "; ".join(filter(None, (self.reason, reason)))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from skg_jax.audit import AuditConfig, Design, HeadWeights, Residual
+from skg_jax.audit import AuditConfig, AuditScope, Design, HeadWeights, Residual
 from skg_jax.guard.policy import Policy
 from skg_jax.kv.sketch import BoundKind
 from skg_jax.stats import spending
@@ -36,6 +36,7 @@ class GuardConfig:
       tiers: page budgets tried after the first one, ascending; exact attention follows the last. None: see
         `default_tiers`.
       on_reject: what follows the last tier: "exact" attention, or "release" of the step without a certificate.
+      scope: what tau limits: "step", the weighted mean over all heads; "heads", every head by itself.
       residual: "mass", attention mass dropped; "output", bound on the relative change of the attention output.
       weights: of the heads in the residual: "uniform", "gain" (spectral norm of the head's output projection), or a
         JSON file with a [layers][heads] table of nonnegative numbers, null for a head that is not covered.
@@ -52,6 +53,7 @@ class GuardConfig:
     spending: Spending = "uniform"
     tiers: tuple[float, ...] | None = None
     on_reject: OnReject = "exact"
+    scope: AuditScope = "step"
     residual: Residual = "mass"
     weights: str = "uniform"
     audit_rate: float = 0.01
@@ -76,8 +78,8 @@ class GuardConfig:
     def audit(self, page_size: int) -> AuditConfig:
         """What is compiled in, with the page size of the request."""
         return AuditConfig(
-            page_size=page_size, residual=self.residual, rate=self.audit_rate, rounds=self.rounds, design=self.design,
-            bounds=self.bounds,
+            page_size=page_size, scope=self.scope, residual=self.residual, rate=self.audit_rate, rounds=self.rounds,
+            design=self.design, bounds=self.bounds,
         )  # fmt: skip
 
     def after(self, pages: float) -> GuardConfig:
@@ -126,6 +128,8 @@ def operating_point(model: str, config: GuardConfig, pages: float) -> float | No
 
     It is no safety level, and says nothing about the text.
     """
+    if config.scope != "step":
+        return None
     table = json.loads(resources.files("skg_jax.guard").joinpath("operating_points.json").read_text())
     wanted = {"model": model, "residual": config.residual, "weights": config.weights, "pages": pages}
     return next((row["tau"] for row in table["points"] if wanted.items() <= row.items()), None)

@@ -6,9 +6,10 @@ case then falls through to XLA, and the sentence is logged once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -39,16 +40,34 @@ def choose[T](implementation: Implementation | None, kernel: Callable[[], T], tw
         return twin()
 
 
-@functools.cache
 def available() -> bool:
-    """Whether this machine's default device is a Hopper GPU."""
-    return jax.default_backend() == "gpu" and getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+    """Whether programs are made for a Hopper GPU: this machine's default device, or the target of `lowering`."""
+    return _lowering or _hopper()
 
 
 def interpret(asked: bool | None = None) -> Any:
     """`interpret=` of a kernel. None: compiled for a GPU, interpreted with race detection elsewhere."""
-    on = jax.default_backend() != "gpu" if asked is None else asked
+    on = not (_lowering or jax.default_backend() == "gpu") if asked is None else asked
     return plgpu.InterpretGPUParams(detect_races=True) if on else None
+
+
+_lowering = False
+
+
+@contextlib.contextmanager
+def lowering() -> Iterator[None]:
+    """Trace as if for a Hopper GPU, to lower whole programs where there is none (`lowering_platforms=("cuda",)`)."""
+    global _lowering
+    _lowering = True
+    try:
+        yield
+    finally:
+        _lowering = False
+
+
+@functools.cache
+def _hopper() -> bool:
+    return jax.default_backend() == "gpu" and getattr(jax.devices()[0], "compute_capability", "") == "9.0"
 
 
 @functools.cache

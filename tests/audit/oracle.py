@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skg_jax.selectors.base import mask_of
 from skg_jax.types import BLOCK
 from tests.audit.synthetic import BLOCKS, LENGTHS, H, K, L, N, Step
 from tests.kv import oracle as keys_oracle
@@ -36,7 +35,7 @@ def _row(step: Step, row: int, page_size: int):
     mass = np.exp(logit - logit.max(-1, keepdims=True))
     padded = np.pad(mass, ((0, 0), (0, 0), (0, BLOCKS * BLOCK - LENGTHS[row])))
     pages = padded.reshape(L, N, -1, page_size).sum(-1)
-    read = np.stack([np.asarray(mask_of(_layer(step.selection, i)))[row] for i in range(L)]).repeat(N // K, axis=1)
+    read = np.stack([np.asarray(step.selection.read)[i, row] for i in range(L)]).repeat(N // K, axis=1)
     unread = ~read & (pages > 0)
     seen = read.repeat(page_size, axis=-1)[..., : LENGTHS[row]]
     selected, total = (mass * seen).sum(-1), mass.sum(-1)
@@ -48,10 +47,6 @@ def _row(step: Step, row: int, page_size: int):
     with np.errstate(divide="ignore"):
         log_mass = np.log(pages) + logit.max(-1, keepdims=True)
     return log_mass, unread, 1 - selected / total, x, mean(mass * seen), mean(mass)
-
-
-def _layer(tree, layer: int):
-    return type(tree)(*(x[layer] for x in tree))
 
 
 def _lower(step: Step, own, q: np.ndarray, page_size: int) -> np.ndarray:

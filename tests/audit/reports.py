@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.stats import binom
 
 from skg_jax import audit
 from skg_jax.audit import AuditConfig, AuditReport, Budget, HeadWeights
@@ -60,3 +61,8 @@ def audits(
     cache = step.cache._replace(page_table=step.cache.page_table[rows])
     found = run(keys(seed) if key is None else key, evidence, cache, step.weights, budget(tau, alpha), lies, config)
     return Report(*(np.asarray(x) for x in found))
+
+
+def misses_too_often(missed: np.ndarray, alpha: float) -> bool:
+    """More often than the 0.999 quantile of what alpha allows."""
+    return missed.sum() > binom.ppf(0.999, missed.size, alpha)

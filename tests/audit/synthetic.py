@@ -110,17 +110,17 @@ def attend(q, cache: PagedKVCache, budget, omega, obedient, lies: Lies, config: 
     selector, length = topk(), jnp.asarray(LENGTHS)
 
     def one(args):
-        layer, q, omega = args
+        layer, q = args
         scores = score_pages(q, cache, layer, length, config.page_size, config.bounds)
         must = forced_pages(cache, length, config.page_size, config.sink_pages, config.recent_pages)
         ctx = SelectContext(scores, must & obedient[:, None], -(-length // config.page_size), layer)
         selection, _ = selector.select(ctx, (), budget)
         out, lse = attention.sparse(q, cache, layer, selection, length, config.page_size)
-        evidence = audit.layer_evidence(q, out, lse, scores, selection, cache, layer, omega, length, config)
-        return out, lse, selection, evidence
+        return out, lse, selection, audit.layer_evidence(q, out, lse, scores, selection)
 
     with told(lies):
-        return jax.lax.map(one, (jnp.arange(L), q, omega))
+        out, lse, selection, layers = jax.lax.map(one, (jnp.arange(L), q))
+        return out, lse, selection, audit.step_evidence(layers, cache, omega, length, config)
 
 
 def step(

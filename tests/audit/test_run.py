@@ -5,13 +5,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from scipy.stats import binom
 
 from skg_jax.audit import AuditConfig
 from tests.audit import synthetic
 from tests.audit.lies import HONEST, lies
 from tests.audit.oracle import truth
-from tests.audit.reports import REPS, audits, keys
+from tests.audit.reports import REPS, audits, keys, misses_too_often
 from tests.audit.synthetic import LENGTHS, Step, head_weights
 from tests.audit.test_units import read_all
 from tests.kv.oracle import f64
@@ -29,11 +28,6 @@ def step_of(config: AuditConfig = CONFIG) -> Step:
 def residual(step: Step, config: AuditConfig = CONFIG, row: int = 0) -> float:
     """R: the sum of all units, each as a read would find it."""
     return float(read_all(step, config).x[:, row].sum())
-
-
-def misses_too_often(missed: np.ndarray, alpha: float) -> bool:
-    """More often than the 0.999 quantile of what alpha allows."""
-    return missed.sum() > binom.ppf(0.999, missed.size, alpha)
 
 
 def is_below(bound: np.ndarray, total: float) -> np.ndarray:
