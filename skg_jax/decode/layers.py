@@ -29,8 +29,8 @@ def sparse_attend(program: Program, position: Int[Array, " B"], budget: Float[Ar
 
     def attend(layer, q, k, v, carry):
         cache, selector_state = carry
-        cache = kv.append(cache, layer, k[:, 0], v[:, 0], position)
-        kind = audit.bounds if program.guarded else "none"  # who does not audit needs no bounds
+        cache = kv.append(cache, layer, k[:, 0], v[:, 0], position, program.implementation)
+        kind = audit.bounds if program.guarded else None  # who does not audit needs no bounds
         scores = score_pages(
             q[:, 0], cache, layer, length, audit.page_size, kind, implementation=program.implementation
         )
@@ -53,7 +53,7 @@ def exact_attend(program: Program, position: Int[Array, " B"]):
     """Attention callback over everything. Carry: the cache."""
 
     def attend(layer, q, k, v, cache: PagedKVCache):
-        cache = kv.append(cache, layer, k[:, 0], v[:, 0], position)
+        cache = kv.append(cache, layer, k[:, 0], v[:, 0], position, program.implementation)
         out, _ = attention.dense(q[:, 0], cache, layer, position + 1, implementation=program.implementation)
         return out[:, None].astype(q.dtype), cache, None
 

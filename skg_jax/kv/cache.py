@@ -20,6 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from skg_jax.kv import integrity, sketch
 from skg_jax.kv.sketch import Sketch
+from skg_jax.pallas import dispatch
+from skg_jax.pallas.append import append as paged_append
+from skg_jax.pallas.dispatch import Implementation
 from skg_jax.types import BLOCK
 
 NEVER = -1
@@ -86,16 +89,23 @@ def append(
     k: Float[Array, "B K H"],
     v: Float[Array, "B K H"],
     position: Int[Array, " B"],
+    implementation: Implementation | None = None,
 ) -> PagedKVCache:
     """Write one token per row into one layer. The caller has `touch`ed the blocks of this step."""
+    where = cache.page_table, layer, k, v, position
+    kernel = lambda: paged_append(cache.k, cache.v, cache.key_norm, *where)
+    pools = dispatch.choose(implementation, kernel, lambda: _append_xla(cache, layer, k, v, position))
+    return cache._replace(**dict(zip(("k", "v", "key_norm"), pools, strict=True)))
+
+
+def _append_xla(cache: PagedKVCache, layer, k, v, position):
     block, slot = _block_of(cache, position), position % BLOCK
     k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-    norm = _norm_up(k)
     before = jnp.where((slot == 0)[:, None], 0.0, cache.key_norm[layer, block])
-    return cache._replace(
-        k=cache.k.at[layer, block, :, slot].set(k),
-        v=cache.v.at[layer, block, :, slot].set(v),
-        key_norm=cache.key_norm.at[layer, block].set(jnp.maximum(before, norm)),
+    return (
+        cache.k.at[layer, block, :, slot].set(k),
+        cache.v.at[layer, block, :, slot].set(v),
+        cache.key_norm.at[layer, block].set(jnp.maximum(before, _norm_up(k))),
     )
 
 

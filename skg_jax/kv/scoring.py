@@ -11,7 +11,7 @@ from skg_jax.kv.cache import PagedKVCache, current
 from skg_jax.kv.sketch import BoundKind, PageScores
 from skg_jax.pallas import dispatch
 from skg_jax.pallas.dispatch import Implementation
-from skg_jax.pallas.sketch_score import sketch_score
+from skg_jax.pallas.sketch_score import Bound, sketch_score
 from skg_jax.types import BLOCK
 
 _CHUNK_BLOCKS = 16
@@ -23,7 +23,7 @@ def score_pages(
     layer: Int[Array, ""],
     length: Int[Array, " B"],
     page_size: int,
-    kind: BoundKind = "sketch",
+    kind: BoundKind | None = "sketch",
     implementation: Implementation | None = None,
 ) -> PageScores:
     """Estimate and bounds of the log-mass of every page, [B, K, G, M], float32.
@@ -33,31 +33,26 @@ def score_pages(
 
     Args:
       q: of the token being decoded, in any float dtype.
-      kind: see `sketch.page_scores`; the kernel knows "sketch" and "group".
-      implementation: None takes the kernel where the machine and the case allow it. Its bounds are wider by the rounding
-        of its float16 operands, 1 to 3 percent.
+      kind: see `sketch.page_scores`; the kernel knows "sketch" and "group". None: nobody will look at the bounds, and
+        the kernel leaves them out.
+      implementation: None takes the kernel where the machine and the case allow it. Its bounds are wider by 1 to 3
+        percent, the rounding of float16 operands.
 
     Raises:
       NotImplementedError: if "mosaic_gpu" was asked for and cannot do the case.
     """
     grouped = q.reshape(q.shape[0], cache.k.shape[2], -1, q.shape[-1])
-    found = dispatch.choose(
-        implementation,
-        lambda: _kernel(grouped, cache, layer, length, page_size, kind),
-        lambda: _xla(grouped.astype(jnp.float32), cache, layer, length, page_size, kind),
-    )
-    known = current(cache) & (jnp.arange(cache.max_blocks) * BLOCK < length[:, None])
-    known = jnp.repeat(known, BLOCK // page_size, axis=1)[:, None, None]
-    unknown = PageScores(*jnp.array([-jnp.inf, -jnp.inf, jnp.inf]))
-    return jax.tree.map(lambda x, other: jnp.where(known, x, other), found, unknown)
+    args = cache, layer, length, page_size
+    twin = lambda: _xla(grouped.astype(jnp.float32), *args, kind or "sketch")
+    return dispatch.choose(implementation, lambda: _kernel(grouped, *args, kind), twin)
 
 
-def _kernel(q, cache: PagedKVCache, layer, length, page_size: int, kind: BoundKind) -> PageScores:
+def _kernel(q, cache: PagedKVCache, layer, length, page_size: int, kind: BoundKind | None) -> PageScores:
     if kind == "box":
         raise NotImplementedError("The kernel has no box bounds, which are for comparison.")
-    bound = "token" if kind == "sketch" else "group"
-    table = cache.page_table, length, layer
-    return PageScores(*sketch_score(q, *cache.sketch, *table, page_size=page_size, bound=bound))
+    where = cache.page_table, current(cache), length, layer
+    bound: Bound = {"sketch": "token", "group": "group", None: "none"}[kind]
+    return PageScores(*sketch_score(q, *cache.sketch, *where, page_size=page_size, bound=bound))
 
 
 def _xla(q: Float[Array, "B K G H"], cache: PagedKVCache, layer, length, page_size: int, kind: BoundKind) -> PageScores:
@@ -77,8 +72,12 @@ def _xla(q: Float[Array, "B K G H"], cache: PagedKVCache, layer, length, page_si
 
     trips = jnp.minimum(-(-length.max() // (_CHUNK_BLOCKS * BLOCK)), padded // _CHUNK_BLOCKS)
     found = jax.lax.fori_loop(0, trips, body, PageScores(blank, blank, blank))
+    known = current(cache) & (jnp.arange(cache.max_blocks) * BLOCK < length[:, None])
     shape = (*q.shape[:3], cache.max_blocks * parts)
-    return jax.tree.map(lambda x: jnp.moveaxis(x[:, : cache.max_blocks], 1, 3).reshape(shape), found)
+    by_head = lambda x: jnp.moveaxis(x, 1, 3).reshape(shape)
+    unknown = PageScores(*jnp.array([-jnp.inf, -jnp.inf, jnp.inf]))
+    known = known[:, :, None, None, None]
+    return jax.tree.map(lambda x, other: by_head(jnp.where(known, x[:, : cache.max_blocks], other)), found, unknown)
 
 
 def forced_pages(
