@@ -95,9 +95,7 @@ def build(k: Float[Array, "... 64 H"]) -> tuple[Sketch, Bool[Array, "..."]]:
     return jax.tree.map(keep, record), fits
 
 
-def page_scores(
-    q: Float[Array, "... G H"], record: Sketch, page_size: int, kind: BoundKind = "sketch"
-) -> PageScores:
+def page_scores(q: Float[Array, "... G H"], record: Sketch, page_size: int, kind: BoundKind = "sketch") -> PageScores:
     """Log-mass of every page of sealed blocks: sum over its tokens of exp(q.k / sqrt(H)).
 
     Args:

@@ -243,9 +243,7 @@ class GpuWarp:
 
 
 def _mma(acc: Fragment, a: Fragment, b: Fragment) -> Fragment:
-    code = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    )
+    code = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     return _struct_asm(4, code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", *a, *b, *acc)
 
 

@@ -22,7 +22,17 @@ class Case(NamedTuple):
     record: Sketch  # [L, P, K, ...]
     keys: np.ndarray  # [P, K, 64, H] of LAYER
     table: jax.Array
+    known: jax.Array  # [B, Mb]
     length: jax.Array
+
+    def arguments(self) -> tuple:
+        """Of `sketch_score`."""
+        return self.q, *self.record, self.table, self.known, self.length, jnp.int32(LAYER)
+
+    def scored(self, page_size: int) -> np.ndarray:
+        """Which pages have a score, [B, K, G, M]."""
+        pages = (self.in_use & np.asarray(self.known)).repeat(BLOCK // page_size, axis=1)
+        return np.broadcast_to(pages[:, None, None], (*self.q.shape[:3], pages.shape[1]))
 
     @property
     def in_use(self) -> np.ndarray:
@@ -42,7 +52,8 @@ def make(heads: int, group: int, dim: int, lengths, max_blocks: int, dtype=jnp.b
     assert np.asarray(fits).all()
     table = rng.permutation(pool).reshape(rows, max_blocks).astype(np.int32)
     q = jnp.asarray(rng.normal(size=(rows, heads, group, dim)), dtype)
-    case = Case(q, record, keys, jnp.asarray(table), jnp.asarray(lengths, jnp.int32))
+    known = jnp.asarray(rng.random(table.shape) < 0.8)
+    case = Case(q, record, keys, jnp.asarray(table), known, jnp.asarray(lengths, jnp.int32))
     unused = table[~case.in_use]
     return case._replace(record=jax.tree.map(lambda x: _poisoned(np.asarray(x), unused), record))
 

@@ -12,9 +12,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from skg_jax.kv import sketch
-from skg_jax.pallas import sketch_score as kernel
 from skg_jax.pallas.shapes import SKETCH_SCORE_SHAPES
-from skg_jax.pallas.sketch_score import SketchScoreConfig, sketch_score
+from skg_jax.pallas.sketch_plan import SketchScoreConfig
+from skg_jax.pallas.sketch_query import operands, prepare_column
+from skg_jax.pallas.sketch_score import sketch_score
+from skg_jax.pallas.sketch_stage import UNKNOWN, gathered, words
 from skg_jax.pallas.sketch_unit import GRID, UnitShape, score_unit
 from skg_jax.pallas.warp import ArrayWarp
 from tests.kv import oracle
@@ -30,12 +32,10 @@ FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes"
 @functools.partial(jax.jit, static_argnames="unit", compiler_options=FAST)
 def score_lanes(q, record, unit: UnitShape) -> dict[str, jax.Array]:
     """One warp for each query group [R, G, H] and record [R, ...]; [R, G, pages] by name."""
-    query, columns = kernel.operands(q[None], unit)
     count = q.shape[0]
-    fields = {name: kernel.words(x, count) for name, x in record._asdict().items()}
-    warp = ArrayWarp({"query": kernel.words(query[0], count), "columns": kernel.words(columns[0], count)} | fields)
-    results = score_unit(warp, unit)
-    return {name: kernel.gathered(results, name, unit, (count,)) for name in results.values}
+    memory = record._asdict() | dict(zip(("query", "columns"), operands(q, unit), strict=True))
+    results = score_unit(ArrayWarp({name: words(x, count) for name, x in memory.items()}), unit)
+    return {name: gathered(results, name, unit, (count,)) for name in results.values}
 
 
 @functools.cache
@@ -93,19 +93,43 @@ def rounded_one_way(step: np.ndarray, group: int) -> np.ndarray:
 
 def test_bounds_that_leave_out_the_rounding_of_the_grid_are_violated(monkeypatch):
     """Negative control: keys on the grid miss nothing, so that the products of queries and steps are all that errs."""
-    step = np.random.default_rng(1).uniform(0.05, 0.1, 128).astype(np.float16)
-    codes = np.full((1, 64, 128), 15, np.uint32)
+    step = np.random.default_rng(1).uniform(0.05, 0.1, 64).astype(np.float16)
+    codes = np.full((1, 64, 64), 15, np.uint32)
     norms = jnp.array([[0.0, np.linalg.norm(15 * f64(step)) * 1.0001, 0.0, 0.0]], jnp.float32)
-    zero = jnp.zeros((1, 128), jnp.float16)
-    record = sketch.Sketch(sketch.pack(jnp.asarray(codes)), zero, jnp.asarray(step)[None], zero[:, :64], norms)
+    zero = jnp.zeros((1, 64), jnp.float16)
+    record = sketch.Sketch(sketch.pack(jnp.asarray(codes)), zero, jnp.asarray(step)[None], zero, norms)
     q = jnp.asarray(rounded_one_way(step, 4))[None]
     exact = oracle.log_mass(oracle.logits(f64(q), oracle.decode(record)), 16)
-    for bound in ("token", "group"):
-        unit = UnitShape(head_dim=128, group=4, page_size=16, bound=bound)
-        for grid, holds in ((GRID, True), (0.0, False)):
-            monkeypatch.setattr("skg_jax.pallas.sketch_unit.GRID", grid)
-            found = {name: f64(x) for name, x in score_lanes.__wrapped__(q, record, unit).items()}
-            assert ((found["lower"] <= exact) & (exact <= found["upper"])).all() == holds
+    unit = UnitShape(head_dim=64, group=4, page_size=16, bound="group")
+    for grid, holds in ((GRID, True), (0.0, False)):
+        monkeypatch.setattr("skg_jax.pallas.sketch_unit.GRID", grid)
+        run = jax.jit(lambda q, record: score_lanes.__wrapped__(q, record, unit), compiler_options=FAST)
+        found = {name: f64(x) for name, x in run(q, record).items()}
+        assert ((found["lower"] <= exact) & (exact <= found["upper"])).all() == holds
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype"), [(128, 4, jnp.bfloat16), (64, 7, jnp.float16), (64, 1, jnp.float32)]
+)
+def test_lanes_prepare_the_same_query_operands_as_arrays(dim, group, dtype):
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(6, group, dim)) * 10.0 ** rng.integers(-30, 30, size=(6, 1, 1))
+    q = jnp.clip(jnp.asarray(q.astype(np.float32)), -6e4, 6e4).astype(dtype).at[5].set(0)
+    unit = UnitShape(head_dim=dim, group=group, page_size=16, bound="token")
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def by_lanes(q, numbers):
+        memory = {"query": jnp.zeros((6, dim * 4), jnp.uint32), "columns": jnp.zeros((6, 32), jnp.uint32)}
+        for column in range(8):  # of a doubled group the second four are the first
+            own = column % 4 if unit.doubled else column
+            memory["raw"] = words(q[:, min(own, group - 1)], 6)
+            prepare_column(ArrayWarp(memory), unit, dtype, jnp.broadcast_to(numbers[column], 32))
+        return memory["query"], jax.lax.bitcast_convert_type(memory["columns"], jnp.float32)
+
+    fragments, numbers = operands(q, unit)
+    found = by_lanes(q, jnp.arange(8, dtype=jnp.uint32))
+    np.testing.assert_array_equal(found[0], words(fragments, 6))
+    np.testing.assert_allclose(found[1], numbers, rtol=1e-5)
 
 
 # --- the kernel -----------------------------------------------------------------------------------------------------
@@ -128,11 +152,11 @@ RING_SLOW = [
 def test_ragged_rows_are_scored_and_nothing_else_is_read(heads, group, dim, page_size, bound, dtype, config):
     case = sketch_cases.make(heads, group, dim, LENGTHS, 5, dtype)
     run = functools.partial(sketch_score, page_size=page_size, bound=bound, config=config)
-    args = case.q, *case.record, case.table, case.length, jnp.int32(sketch_cases.LAYER)
-    found = jax.jit(run, compiler_options=FAST)(*args)._asdict()
+    found = jax.jit(run, compiler_options=FAST)(*case.arguments())._asdict()
     assert not gpu_callbacks.get_races().races_found
-    expected = sketch_cases.expected(case, page_size, bound)
-    use = np.broadcast_to(case.in_use.repeat(64 // page_size, 1)[:, None, None], expected["exact"].shape)
+    expected, use = sketch_cases.expected(case, page_size, bound), case.scored(page_size)
+    for name in found if bound != "none" else ("estimate",):
+        assert (f64(found[name])[~use] == UNKNOWN[name]).all()
     expected = {name: x[use] for name, x in expected.items()}
     allowance = GRID * expected["grid"] + 1e-4 * expected["size"] + 5e-4
     estimate = f64(found["estimate"])[use]
@@ -156,8 +180,9 @@ def arguments(shape, dtype=jnp.bfloat16, layers: int = 2):
     array = jax.ShapeDtypeStruct
     record = jax.eval_shape(lambda: sketch.empty(lead, shape.head_dim))
     q = array((shape.batch, shape.kv_heads, shape.group, shape.head_dim), dtype)
-    ints = [array(size, jnp.int32) for size in ((shape.batch, shape.blocks), (shape.batch,), ())]
-    return q, *record, *ints
+    table = shape.batch, shape.blocks
+    where = array(table, jnp.int32), array(table, jnp.bool), array((shape.batch,), jnp.int32), array((), jnp.int32)
+    return q, *record, *where
 
 
 @pytest.mark.parametrize("name", SKETCH_SCORE_SHAPES)

@@ -1,0 +1,203 @@
+"""One stage of the sketch scorer's ring, by a consumer warpgroup: emitted lane by lane, or emulated on arrays.
+
+Both forms run the same lane code (`sketch_unit`, `sketch_query`); the interpreter has no inline code.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxtyping import Array, Float, UInt32
+
+from skg_jax.pallas.sketch_plan import NORMS, WARPS, Plan
+from skg_jax.pallas.sketch_query import operands, prepare_column
+from skg_jax.pallas.sketch_sums import Results
+from skg_jax.pallas.sketch_unit import COLUMNS, LANES, UnitShape, score_unit
+from skg_jax.pallas.warp import ArrayWarp, GpuWarp, Register
+
+UNKNOWN = {"estimate": -math.inf, "lower": -math.inf, "upper": math.inf}
+_REF = plgpu.RefType()
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_WARPGROUP = 128
+
+
+class Place(NamedTuple):
+    """Of a stage; traced integers."""
+
+    head: Any  # first, of all KV heads
+    local_head: Any  # first, of those of the thread block
+    block: Any  # first, of the sequence
+    count: Any  # blocks of the sequence
+    known: Any  # bit j: whether the record of block + j is current
+
+
+# --- on the GPU -----------------------------------------------------------------------------------------------------
+
+
+def prepare_queries(plan: Plan, dtype, q_gmem, smem) -> None:
+    """All columns of a thread block, over the warps of its consumers. q_gmem: [heads, G, H]."""
+    code = functools.partial(_emit_queries, plan=plan, dtype=dtype)
+    plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF))(code)(q_gmem, smem["query"], smem["columns"])
+
+
+def score_stage(plan: Plan, smem, slot, outs, place: Place) -> None:
+    """The units of a stage, one to a warp. outs: [K, G, M] each."""
+    refs = [smem["query"], smem["columns"], *[smem[name].at[slot] for name in plan.fields], *outs]
+    code = functools.partial(_emit_stage, plan=plan)
+    plgpu.inline_mgpu(arg_types=(*[_REF] * len(refs), *[_SCALAR] * len(place)))(code)(*refs, *place)
+
+
+def fill_block(plan: Plan, outs, head, block) -> None:
+    """Say that nothing is known of a block past the length."""
+    code = functools.partial(_emit_fill, plan=plan)
+    plgpu.inline_mgpu(arg_types=(*[_REF] * len(outs), _SCALAR, _SCALAR))(code)(*outs, head, block)
+
+
+def _emit_queries(ctx, q_gmem, query_smem, columns_smem, *, plan: Plan, dtype) -> None:
+    unit, size = plan.unit, jnp.dtype(dtype).itemsize
+    pointers = {"raw": q_gmem, "query": query_smem, "columns": columns_smem}
+    pointers = {name: utils.memref_ptr(ref) for name, ref in pointers.items()}
+    warps, columns = WARPS * plan.config.groups, plan.heads * COLUMNS
+    for first in range(0, columns, warps):
+        number = Register(utils.warp_idx()) + first
+        number = _at_most(number, columns - 1)  # warps too many do the last one again
+        head, column = number >> 3, number & (COLUMNS - 1)
+        query = _at_most(column & 3 if unit.doubled else column, unit.group - 1)
+        offsets = {
+            "raw": (head * unit.group + query) * (unit.head_dim * size),
+            "query": head * (LANES * COLUMNS * 2 * unit.chunks),
+            "columns": head * (COLUMNS * 4 * 4),
+        }
+        memory = {name: _advance(pointers[name], offset) for name, offset in offsets.items()}
+        prepare_column(GpuWarp(memory), unit, dtype, column)
+
+
+def _emit_stage(ctx, *args, plan: Plan) -> None:
+    names = ["query", "columns", *plan.fields, *plan.names]
+    pointers = {name: utils.memref_ptr(ref) for name, ref in zip(names, args, strict=False)}
+    place = Place(*[Register(_scalar(x)) for x in args[len(names) :]])
+    warp = Register(arith.remui(utils.warp_idx(), _i32(WARPS)))  # a stage has as many units
+    j, h = warp >> _log2(plan.heads_of_stage), warp & (plan.heads_of_stage - 1)
+    offsets = _unit_offsets(plan, j, h, place.local_head)
+    memory = {name: _advance(pointers[name], offset) for name, offset in offsets.items()}
+    _store(plan, score_unit(GpuWarp(memory), plan.unit), pointers, j, h, place)
+
+
+def _unit_offsets(plan: Plan, j: Register, h: Register, local_head: Register) -> dict[str, Register]:
+    """Bytes from the start of the allocations to the unit's own part."""
+    head = local_head + h
+    offsets = {"query": head * (LANES * COLUMNS * 2 * plan.unit.chunks), "columns": head * (COLUMNS * 4 * 4)}
+    for name, x in plan.ring(plan.stages).items():
+        of_block = math.prod(x.shape[2:]) * jnp.dtype(x.dtype).itemsize
+        of_head = 4 * NORMS if name == "norms" else of_block // plan.heads_of_stage
+        offsets[name] = j * of_block + h * of_head
+    return offsets
+
+
+def _store(plan: Plan, results: Results, pointers, j: Register, h: Register, place: Place) -> None:
+    block, pages = place.block + j, plan.unit.pages
+    row = (place.head + h) * plan.unit.group + results.column
+    at = (row * plan.pages + block * pages + results.page) * 4
+    known = (((place.known >> j) & 1) ^ 1) < 1
+    for name in plan.names:
+        mine = results.mine[name] & (block < place.count)
+        value = arith.select(known.value, results.values[name].value, _f32(UNKNOWN[name]))
+        with ir.InsertionPoint(scf.IfOp(mine.value, [], has_else=False).then_block):
+            llvm.store(value, _advance(pointers[name], at), alignment=4)
+            scf.yield_([])
+
+
+def _emit_fill(ctx, *args, plan: Plan) -> None:
+    *outs, head, block = args
+    head, block = Register(_scalar(head)), Register(_scalar(block))
+    rows, pages = plan.heads * plan.unit.group, plan.unit.pages
+    for first in range(0, rows * pages, _WARPGROUP):
+        number = Register(arith.remui(utils.thread_idx(), _i32(_WARPGROUP))) + first
+        row, page = number >> _log2(pages), number & (pages - 1)
+        at = ((head * plan.unit.group + row) * plan.pages + block * pages + page) * 4
+        with ir.InsertionPoint(scf.IfOp((row < rows).value, [], has_else=False).then_block):
+            for name, out in zip(plan.names, outs, strict=True):
+                llvm.store(_f32(UNKNOWN[name]), _advance(utils.memref_ptr(out), at), alignment=4)
+            scf.yield_([])
+
+
+def _scalar(x) -> ir.Value:
+    return x.registers.item() if hasattr(x, "registers") else x
+
+
+def _at_most(x: Register, largest: int) -> Register:
+    return Register(arith.minui(x.value, _i32(largest)))
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _i32(value: int) -> ir.Value:
+    return utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _f32(value: float) -> ir.Value:
+    return utils.c(value, ir.F32Type.get())
+
+
+def _advance(pointer: ir.Value, offset: Register) -> ir.Value:
+    return utils.getelementptr(pointer, [offset.value], ir.IntegerType.get_signless(8))
+
+
+# --- under the interpreter ------------------------------------------------------------------------------------------
+
+
+def emulate_queries(plan: Plan, q: Float[Array, "heads G H"], smem) -> None:
+    smem["query"][...], smem["columns"][...] = operands(q, plan.unit)
+
+
+def emulate_stage(plan: Plan, smem, slot, outs, row, place: Place) -> None:
+    """outs: [B, K, G, M] each."""
+    heads, blocks = plan.heads_of_stage, plan.blocks_of_stage
+    memory = {name: words(smem[name][pl.ds(place.local_head, heads)], heads) for name in ("query", "columns")}
+    for name in plan.fields:
+        x = smem[name][slot]
+        memory[name] = words(x[:, : NORMS * heads] if name == "norms" else x, blocks, heads)
+    results = score_unit(ArrayWarp(memory), plan.unit)
+    tiles = {name: gathered(results, name, plan.unit, (blocks, heads)) for name in plan.names}
+    for j in range(blocks):
+
+        @pl.when(place.block + j < place.count)
+        def _(j=j):
+            pages = pl.ds((place.block + j) * plan.unit.pages, plan.unit.pages)
+            for name, out in zip(plan.names, outs, strict=True):
+                tile = jnp.where((place.known >> j) & 1, tiles[name][j], UNKNOWN[name])
+                out[row, pl.ds(place.head, heads), :, pages] = tile
+
+
+def emulate_fill(plan: Plan, outs, row, head, block) -> None:
+    shape = plan.heads, plan.unit.group, plan.unit.pages
+    for name, out in zip(plan.names, outs, strict=True):
+        pages = pl.ds(block * plan.unit.pages, plan.unit.pages)
+        out[row, pl.ds(head, plan.heads), :, pages] = jnp.full(shape, UNKNOWN[name])
+
+
+def words(x: jax.Array, *lead: int) -> UInt32[Array, "*lead n"]:
+    """Memory as a warp sees it."""
+    x = x.reshape(*lead, -1)
+    if x.dtype.itemsize == 2:
+        x = x.reshape(*lead, -1, 2)
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def gathered(results: Results, name: str, unit: UnitShape, lead: tuple[int, ...]) -> Float[Array, "*lead G pages"]:
+    """Where the lanes of some warps would have stored their numbers; NaN where none has."""
+    column = jnp.where(results.mine[name], results.column, unit.group)  # dropped
+    value = jnp.broadcast_to(results.values[name], (*lead, LANES))
+    return jnp.full((*lead, unit.group, unit.pages), jnp.nan).at[..., column, results.page].set(value, mode="drop")
