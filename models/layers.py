@@ -14,6 +14,8 @@ from jaxtyping import Array, Float
 from models.config import ModelConfig
 from models.rope import rotate
 
+LEAST_ROWS = 8
+
 type QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 
 
@@ -46,10 +48,19 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         # As one matrix: of an einsum over several axes XLA would transpose the kernel first, in every step.
-        rows = x.reshape(*x.shape[:2], -1)
-        y = rows @ self.kernel[...].reshape(rows.shape[-1], -1)
+        rows = x.reshape(x.shape[0] * x.shape[1], -1)
+        y = product(rows, self.kernel[...].reshape(rows.shape[-1], -1))
         y = y.reshape(*x.shape[:2], *self.outputs)
         return y + self.bias[...] if hasattr(self, "bias") else y
+
+
+def product(rows: Float[Array, "R D"], kernel: Float[Array, "D F"], dtype=None) -> Float[Array, "R F"]:
+    """`rows @ kernel`. On an accelerator `LEAST_ROWS` or more take part: fewer go a slower way (docs/adr/0006)."""
+    missing = LEAST_ROWS - rows.shape[0]
+    if missing <= 0 or jax.default_backend() == "cpu":
+        return jnp.matmul(rows, kernel, preferred_element_type=dtype)
+    padded = jax.lax.optimization_barrier(jnp.pad(rows, ((0, missing), (0, 0))))  # or XLA takes the zeros out again
+    return jnp.matmul(padded, kernel, preferred_element_type=dtype)[:-missing]
 
 
 class Attention(nnx.Module):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import decoder, published
+from models import decoder, layers, published
 from skg_jax.bench.weights import random_params
 
 STEPS = 16  # of one dispatch
@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.studies.layer_loop", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="llama-3.1-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--forms", nargs="+", default=["scan", "unrolled"])
+    parser.add_argument("--forms", nargs="+", default=["scan", "unrolled", "padded"])
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -78,7 +78,10 @@ def main() -> None:
     embedding = params["embed"]["embedding"].nbytes  # looked up, not read
     found = {"weights_bytes": sum(x.nbytes for x in jax.tree.leaves(params)) - embedding, "forms": {}}
     for form in args.forms:
-        params = decoder.unstack(params) if form == "unrolled" else params
+        if form != "scan" and isinstance(params["layers"], dict):
+            params = decoder.unstack(params)
+        layers.LEAST_ROWS = 8 if form == "padded" else 1
+        steps.clear_cache()
         found["forms"][form] = [measure(params, config, batch, args.trials) for batch in args.batches]
         for row in found["forms"][form]:
             rate = found["weights_bytes"] / row["step_ms"]["median"] / 1e9
