@@ -1,9 +1,11 @@
 """Checksums of cached keys and values, and the scrub that compares them with the content.
 
-The raw bits of every element, shifted by its position, go through a bijection of 32-bit words (the finaliser of
-MurmurHash3, Appleby 2011) and are summed modulo 2**32. So any single changed element changes the sum for certain, and
-other changes collide with a probability of about 2**-32, regular ones included: with plain odd multipliers two sign
-bits of float32 cancel, and a negated token goes unseen. It guards against stale or overwritten memory, not against an
+The raw bits, taken as 32-bit words and shifted by the position of each word, go through a bijection of 32-bit words
+(the finaliser of MurmurHash3, Appleby 2011) and are summed modulo 2**32. A word is one element of 4 bytes or two
+neighbouring ones of 2 bytes, the even channel in the low half, as a 32-bit load gives them. So whatever changes within
+one word, a single element above all, changes the sum for certain, and other changes collide with a probability of about
+2**-32, regular ones included: with plain odd multipliers the sign bits of two words cancel, and a negated token of
+float32, or its odd channels in bfloat16, go unseen. It guards against stale or overwritten memory, not against an
 adversary. Versions catch honest bookkeeping; only checksums catch content that moved silently.
 """
 
@@ -22,9 +24,9 @@ QUARTER = 16  # tokens per checksum: the smallest page that an audit reads alone
 def checksum(x: Float[Array, "... T H"]) -> UInt32[Array, "... quarters"]:
     """One 32-bit sum for every 16 tokens of the second-last axis."""
     *lead, tokens, head_dim = x.shape
-    bits = _bits(x).reshape(*lead, tokens // QUARTER, QUARTER * head_dim)
-    position = jnp.arange(QUARTER * head_dim, dtype=jnp.uint32)
-    return jnp.sum(_mix(bits + position * jnp.uint32(0x9E3779B9)), axis=-1, dtype=jnp.uint32)
+    words = _words(x.reshape(*lead, tokens // QUARTER, QUARTER * head_dim))
+    position = jnp.arange(words.shape[-1], dtype=jnp.uint32)
+    return jnp.sum(_mix(words + position * jnp.uint32(0x9E3779B9)), axis=-1, dtype=jnp.uint32)
 
 
 class Mismatch(NamedTuple):
@@ -56,9 +58,10 @@ def _scrub(k, v, k_sum, v_sum, sealed: Bool[Array, " P"]) -> tuple[Bool[Array, "
     return jax.lax.map(layer, (k, k_sum, v, v_sum))
 
 
-def _bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+def _words(x: Float[Array, "... n"]) -> UInt32[Array, "... words"]:
     width = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    return bits if width == jnp.uint32 else bits[..., 0::2] | bits[..., 1::2] << 16
 
 
 def _mix(h: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

@@ -293,25 +293,25 @@ def _check_keys(tile, slot, k_smem, free, sum_gmem, interpreted: bool) -> None:
 
 def _checksum(keys: Float[Array, "64 H"]) -> Int[Array, " 4"]:
     """kv/integrity.py, for interpret mode."""
-    bits = lax.bitcast_convert_type(keys, jnp.uint16).astype(jnp.uint32).reshape(BLOCK // QUARTER, -1)
-    h = bits + jnp.arange(bits.shape[1], dtype=jnp.uint32) * jnp.uint32(_GOLDEN)
+    words = lax.bitcast_convert_type(keys.reshape(BLOCK // QUARTER, -1, 2), jnp.uint32)
+    h = words + jnp.arange(words.shape[1], dtype=jnp.uint32) * jnp.uint32(_GOLDEN)
     h = (h ^ (h >> 16)) * jnp.uint32(_MIX_1)
     h = (h ^ (h >> 13)) * jnp.uint32(_MIX_2)
     return lax.bitcast_convert_type(jnp.sum(h ^ (h >> 16), axis=1, dtype=jnp.uint32), jnp.int32)
 
 
 def chunks(dim: int) -> list[tuple[int, int]]:
-    """Which elements of a quarter of a tile a lane reads: 8 adjacent ones, 16 bytes, for each entry.
+    """Which 32-bit words of a quarter of a tile a lane reads: 4 adjacent ones, 16 bytes, for each entry.
 
     A swizzled tile stores channels 64 c..64 c + 63 of 8 rows as one KiB, and the 16-byte chunk i of row r in place
-    i ^ r. So lane l finds at byte 512 j + 16 l the elements from `base` + H (l / 8) + 8 ((l % 8) ^ (l / 8) ^ `flip`)
+    i ^ r. So lane l finds at byte 512 j + 16 l the words from `base` + H / 2 (l / 8) + 4 ((l % 8) ^ (l / 8) ^ `flip`)
     on, counted in the order of the checksum. Returns (base, flip) for every j.
     """
     found = []
     for j in range(QUARTER * dim * 2 // 512):
         row_group, column = divmod(j // 2, dim // 64)
         flip = 4 * (j % 2)
-        found.append(((row_group * 8 + flip) * dim + column * 64, flip))
+        found.append((((row_group * 8 + flip) * dim + column * 64) // 2, flip))
     return found
 
 
@@ -327,23 +327,16 @@ def _checksum_of_lanes(ctx, keys, sums, *, dim: int) -> None:
     total = const(0)
     for j, (start, flip) in enumerate(chunks(dim)):
         chunk = arith.xori(arith.xori(place, row), const(flip))
-        position = arith.addi(arith.muli(row, const(dim)), arith.muli(chunk, const(8)))
-        shift = arith.muli(arith.addi(position, const(start)), const(_GOLDEN))
+        position = arith.addi(arith.muli(row, const(dim // 2)), arith.muli(chunk, const(4)))
+        shift = arith.muli(position, const(_GOLDEN))  # one of two, whatever j
         quad = llvm.load(ir.VectorType.get((4,), i32), utils.getelementptr(base, [512 * j], i8), alignment=16)
         for i in range(4):
             at = ir.DenseI64ArrayAttr.get([i])
             word = vector.extract(quad, dynamic_position=[], static_position=at)
-            for half in range(2):
-                h = _half_plus(word, half, arith.addi(shift, const((2 * i + half) * _GOLDEN)), const)
-                total = arith.addi(total, _mix(h, const))
+            h = arith.addi(word, arith.addi(shift, const((start + i) * _GOLDEN)))
+            total = arith.addi(total, _mix(h, const))
     total = utils.redux(total, const(-1), utils.ReductionKind.ADD)
     llvm.store(total, utils.getelementptr(utils.memref_ptr(sums), [warp], i32))  # every lane the same
-
-
-def _half_plus(word, half: int, number, const):
-    """number + one 16-bit half of a word: a dot product of halves with bytes, one instruction."""
-    args = [word, const(1 << 8 * half), number]
-    return llvm.inline_asm(number.type, args, "dp2a.lo.u32.u32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def _mix(h, const):

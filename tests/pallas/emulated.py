@@ -165,9 +165,6 @@ class Block:
             return Value(np.bitwise_count(args[0].data.view(np.uint32)).astype(np.int32))
         if "%lanemask_lt" in text:
             return Value(((1 << (self.lane % WARP)) - 1).astype(np.uint32).view(np.int32))
-        if text.startswith("dp2a.lo.u32.u32"):
-            a, b, total = (x.data.view(np.uint32) for x in args)
-            return Value(((a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + total).view(np.int32))
         raise NotImplementedError(text)
 
     def utils(self):
