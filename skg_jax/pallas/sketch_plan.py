@@ -17,6 +17,9 @@ MULTIPROCESSORS = 132
 WARPS = 4  # of a warpgroup
 NORMS = 4  # numbers of a record's `norms`
 PRODUCER_REGISTERS = 24
+# Of a consumer thread, taken over from the producer. They come from what the thread block was launched with (96 or 128
+# a thread), not from the 65536 of the multiprocessor: with more than is left the consumers wait for ever.
+CONSUMER_REGISTERS = {3: 152, 4: 112}
 _LINE = 128  # bytes: where a TMA copy may start in shared memory
 _MOST_STAGES = 16
 _MOST_HEADS = 8  # whose queries a thread block keeps
@@ -32,8 +35,8 @@ class SketchScoreConfig:
     """Of the ring, a multiple of `groups`; None: as many as fit, up to 16."""
     splits: int | None = None
     """Thread blocks that share the blocks of a sequence; None: about one for each multiprocessor."""
-    registers: int | None = 112
-    """Of a consumer thread, taken over from the producer; None: an equal share for all."""
+    together: int = 2
+    """Tiles of 16 tokens whose chains of matrix instructions overlap: 1, 2 or 4."""
 
     def __post_init__(self):
         if not 1 <= self.groups <= 6:
@@ -42,11 +45,8 @@ class SketchScoreConfig:
             raise ValueError(f"stages is {self.stages}; it must be a multiple of groups, which is {self.groups}.")
         if self.splits is not None and self.splits < 1:
             raise ValueError(f"splits is {self.splits}; it must be at least 1.")
-        if self.registers is not None and (self.registers % 8 or not 24 <= self.registers <= 240):
-            raise ValueError(f"registers is {self.registers}; it must be a multiple of 8 from 24 to 240.")
-        needed = 128 * (PRODUCER_REGISTERS + self.groups * (self.registers or 0))
-        if self.registers is not None and needed > 65536:
-            raise ValueError(f"registers is {self.registers}; {self.groups} warpgroups then need {needed} of 65536.")
+        if self.together not in (1, 2, 4):
+            raise ValueError(f"together is {self.together}; a block has four tiles: 1, 2 or 4.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,11 @@ class Plan:
     def chunks(self) -> int:
         """Stages that the heads of a block take."""
         return self.heads // self.heads_of_stage
+
+    @property
+    def registers(self) -> int | None:
+        """Of a consumer thread; None: an equal share for all threads."""
+        return CONSUMER_REGISTERS.get(self.config.groups)
 
     @property
     def pages(self) -> int:
@@ -125,7 +130,7 @@ def plan_launch(q, max_blocks: int, page_size: int, bound: Bound, config: Sketch
     blocks_of_stage = WARPS // heads_of_stage
     most = -(-max_blocks // blocks_of_stage)
     plan = Plan(
-        unit=UnitShape(head_dim=dim, group=group, page_size=page_size, bound=bound),
+        unit=UnitShape(head_dim=dim, group=group, page_size=page_size, bound=bound, together=config.together),
         config=config,
         heads=heads,
         heads_of_stage=heads_of_stage,

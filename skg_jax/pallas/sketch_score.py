@@ -124,7 +124,7 @@ def _kernel(q_gmem, *refs, plan: Plan, blocks: int, emulated: bool, smem, query_
 
     @pl.when(warpgroup == groups)
     def produce():
-        if plan.config.registers:
+        if plan.registers:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
         @plgpu.warp_map
@@ -153,8 +153,8 @@ def _kernel(q_gmem, *refs, plan: Plan, blocks: int, emulated: bool, smem, query_
 
     @pl.when(warpgroup < groups)
     def consume():
-        if plan.config.registers:
-            plgpu.set_max_registers(plan.config.registers, action="increase")
+        if plan.registers:
+            plgpu.set_max_registers(plan.registers, action="increase")
         if not emulated:
             sketch_stage.prepare_queries(plan, q_gmem.dtype, q_gmem.at[row, pl.ds(head0, plan.heads)], smem)
         else:

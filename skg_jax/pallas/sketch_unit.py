@@ -46,7 +46,6 @@ _UP = 1.0 + 2.0**-9
 _BY_16 = 0x4C004C00  # 16.0, 16.0
 _CENTRE = 0x80788078  # -7.5 * 2**-20, twice: a subnormal, exact
 _CODE_SCALE = 2.0**20
-_TOGETHER = 2  # tiles whose chains of instructions overlap
 _PAIRS = ((0, 1), (2, 3))  # words of a chunk that one instruction takes
 
 
@@ -58,6 +57,7 @@ class UnitShape:
     group: int
     page_size: int
     bound: Bound
+    together: int = 2  # tiles whose chains of instructions overlap
 
     @property
     def doubled(self) -> bool:
@@ -104,8 +104,8 @@ def score_unit(warp: Warp, shape: UnitShape) -> Results:
     reach = _Reach(warp, shape, columns, grid, rho)
     scale = [x * _CODE_SCALE for x in columns.scale]
     sums = Sums(warp, pages=shape.pages, group=shape.group, doubled=shape.doubled)
-    for first in range(0, BLOCK // TILE, _TOGETHER):
-        tiles = range(first, first + _TOGETHER)
+    for first in range(0, BLOCK // TILE, shape.together):
+        tiles = range(first, first + shape.together)
         for tile, acc in zip(tiles, _tiles(warp, shape, weights, grid.start, tiles), strict=True):
             page = tile * TILE // shape.page_size
             sums.add(page, [x * scale[i % 2] for i, x in enumerate(acc)], reach.of_tile(tile))

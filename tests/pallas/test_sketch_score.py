@@ -218,7 +218,12 @@ def test_a_ring_that_does_not_fit_is_refused_with_its_items():
 
 @pytest.mark.parametrize(
     ("field", "sentence"),
-    [({"groups": 7}, "groups is 7"), ({"stages": 6}, "stages is 6"), ({"splits": 0}, "splits is 0")],
+    [
+        ({"together": 3}, "together is 3"),
+        ({"groups": 7}, "groups is 7"),
+        ({"stages": 6}, "stages is 6"),
+        ({"splits": 0}, "splits is 0"),
+    ],
 )
 def test_configurations_are_checked(field, sentence):
     with pytest.raises(ValueError, match=sentence):

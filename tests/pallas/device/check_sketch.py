@@ -88,7 +88,7 @@ def correctness() -> list[dict]:
         for page in both
         for bound in BOUNDS
     ]
-    return [check(*cell) for cell in grid] + [check(*grid[0], splits=5, groups=2, registers=None)]
+    return [check(*cell) for cell in grid] + [check(*grid[0], splits=5, groups=2, together=4)]
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def speed(name: str, shape: SketchScoreShape, bound: str, peak: float, **config)
     return row
 
 
-TUNING = [{"groups": 3}, {"groups": 4, "stages": 4}, {"groups": 5}, {"splits": 8}, {"splits": 33}]
+TUNING = [{"together": 1}, {"together": 4}, {"groups": 3}, {"groups": 5}, {"splits": 33}]
 
 
 def main() -> None:
@@ -154,8 +154,13 @@ def main() -> None:
     peak = record["ceiling"] = ceiling()
     say(f"ceiling {peak / 1e12:.3f} TB/s")
     if args.tune:
-        shape = SKETCH_SCORE_SHAPES["llama-8b-b8-64k-page16"]
-        record["tuning"] = [speed("tune", shape, bound, peak, **c) for c in TUNING for bound in ("token", "group")]
+        names = "llama-8b-b8-64k-page16", "llama-8b-b1-128k-page16"
+        record["tuning"] = [
+            speed(name, SKETCH_SCORE_SHAPES[name], bound, peak, **options)
+            for options in TUNING
+            for name in names
+            for bound in ("token", "group")
+        ]
     record["speed"] = [
         speed(name, shape, bound, peak)
         for name, shape in SKETCH_SCORE_SHAPES.items()
