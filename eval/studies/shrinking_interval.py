@@ -19,8 +19,9 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from skg_jax.stats import kaplan_wald as kw
-from skg_jax.stats import sampling
+from skg_jax.stats import sampling, weighted_sum
+from skg_jax.stats.kaplan_wald import KWConfig
+from skg_jax.stats.weighted_sum import WeightedSumConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -45,22 +46,20 @@ def unknowns(seed: int = 0) -> Unknowns:
 
 
 def intervals(key: jax.Array, data: Unknowns) -> tuple[np.ndarray, np.ndarray]:
-    """(lower, upper) bounds after 0, 1, ..., READS reads, [READS + 1] each; alpha / 2 a side."""
-    cap, floor, level = float(data.cap.sum()), 0.0, float(np.log(2 / ALPHA))
-    law = sampling.pps_probs(jnp.asarray(data.cap), jnp.ones(UNITS, bool))
-    index = sampling.draw_wor(key, law, READS)  # the order in which units are read
-    x, slack = jnp.asarray(data.x)[index], jnp.asarray(data.cap - data.x)[index]
-    eta = kw.rounding_guard(cap)
-    config = kw.KWConfig(capacity=READS)
+    """(lower, upper) bounds after 0, 1, ..., READS reads, [READS + 1] each."""
+    lower, upper, x = (jnp.asarray(v) for v in (0 * data.cap, data.cap, data.x))
+    law = sampling.pps_probs(upper - lower, jnp.ones(UNITS, bool))  # wide bounds are read more often
+    order = sampling.draw_wor(key, law, READS)
+    config = WeightedSumConfig(betting=KWConfig(capacity=READS))
 
-    def after(count):
-        seen = jnp.arange(READS) < count
-        above = kw.update_batch(kw.init(config), kw.observe_wor(slack, law[index], seen))[0]
-        below = kw.update_batch(kw.init(config), *kw.observe_wor(x, law[index], seen))
-        return kw.lower(below, floor, cap, level, eta, config), kw.upper(above, cap, floor, level, eta, config)
+    def look(state, draw):
+        state, _ = weighted_sum.update(state, draw, config)
+        return state, jnp.stack(weighted_sum.bound(state, ALPHA, config))
 
-    low, high = jax.lax.map(after, jnp.arange(READS + 1))
-    return np.asarray(low), np.asarray(high)
+    start = weighted_sum.init(config, lower, upper)
+    _, path = jax.lax.scan(look, start, weighted_sum.Draw(x[order], lower[order], upper[order], law[order], order >= 0))
+    low, high = np.vstack([jnp.stack(weighted_sum.bound(start, ALPHA, config)), path]).T
+    return low, high
 
 
 def plot(low: np.ndarray, high: np.ndarray, truth: float, budget: float) -> Figure:

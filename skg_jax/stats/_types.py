@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 RealLike = float | int | np.floating | np.integer | Float[np.ndarray, ""] | Float[Array, ""] | Int[Array, ""]
@@ -27,7 +27,7 @@ def refuse(bad: Bool[Array, "*n"], name: str, values: Array, rule: str) -> Bool[
 
     Nothing is ever clipped: a value that cannot be voids what rests on it.
     """
-    if not isinstance(bad, jax.core.Tracer) and bool(jnp.any(bad)):
+    if not isinstance(bad, Tracer) and bool(jnp.any(bad)):
         bad, values = jnp.broadcast_arrays(bad, values)
         raise ValueError(f"{name} is {values[bad][0]}, but {rule}.")
     return jnp.any(bad)

@@ -73,6 +73,7 @@ def bound(state: PluginState, alpha: RealLike) -> tuple[Float[Array, ""], Float[
 def _margin(state: PluginState) -> plugin.Margin:
     def margin(squares, tail):
         rho = state.choice.reshape(2, *(1,) * (squares.ndim - 1))
-        return gamma_exponential_root(squares, *jnp.broadcast_arrays(tail, rho + 0 * squares))
+        full = lambda value: jnp.broadcast_to(value, squares.shape)
+        return gamma_exponential_root(squares, full(tail), full(rho))
 
     return margin

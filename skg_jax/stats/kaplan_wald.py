@@ -190,8 +190,8 @@ def observe_wor(
 
 def update(state: KWState, observation: Observation) -> tuple[KWState, Info]:
     """Append one draw. Raises ValueError outside of jit for a draw that cannot be, see the module."""
-    one = jax.tree.map(lambda leaf: leaf[None], observation[:4])
-    return update_batch(state, Observation(*one, observation.distinct_known))
+    slack, prob, valid, removed, known = observation
+    return update_batch(state, Observation(slack[None], prob[None], valid[None], removed[None], known))
 
 
 @overload

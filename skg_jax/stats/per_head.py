@@ -133,6 +133,7 @@ def audit_order(
 ) -> PerHeadReport:
     """`audit` along given orders."""
     refuse(jnp.isnan(budgets), "budgets", budgets, "a budget is a number")
+    kw.check_level(log_inv_alpha)
     value = reader(read)
     run = start(order, pop)
     for size in config.rounds:
@@ -202,7 +203,8 @@ def _round(run: Run, order, pop: Population, value: Read, budgets, log_inv_alpha
     unit = order[head, place]
     x = value(head * pop.law.shape[1] + unit)
     broken = kw.violated(x, pop.lower[head, unit], pop.upper[head, unit], used)
-    slack = run.slack.at[head, jnp.where(used, place, order.shape[1])].set(pop.upper[head, unit] - x, mode="drop")
+    found = jnp.maximum(pop.upper[head, unit] - x, 0)  # below 0 by a fused rounding, or broken
+    slack = run.slack.at[head, jnp.where(used, place, order.shape[1])].set(found, mode="drop")
     run = run._replace(slack=slack, count=run.count + counts, violated=run.violated | broken)
     wealth = jax.vmap(lambda s, c, m, e: kw.log_wealth(s, c, m, e, config.betting))
     return run._replace(log_wealth=wealth(processes(run, order, pop, config), pop.cap, budgets, pop.eta))

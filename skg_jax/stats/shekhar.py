@@ -136,8 +136,8 @@ def update_batch(state: ShekharState, observation: Observation) -> tuple[Shekhar
     put = lambda whole, part: whole.at[slot].set(part.astype(whole.dtype), mode="drop")
     count = state.count + valid.sum(dtype=jnp.int32)
     used = jnp.minimum(count, capacity) - jnp.minimum(state.count, capacity)
-    arrays = (put(a, b) for a, b in zip(state[:4], columns, strict=True))
-    after = ShekharState(*arrays, count, state.invalid | bad)
+    z, removed, reach, room = (put(a, b) for a, b in zip(state[:4], columns, strict=True))
+    after = ShekharState(z, removed, reach, room, count, state.invalid | bad)
     return after, Info(used, count - state.count - used, after.invalid)
 
 

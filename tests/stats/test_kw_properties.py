@@ -145,7 +145,9 @@ def test_batch_equals_single_draws_equals_parts(capacity):
     """Empty slots hold NaN; with the smaller capacity the later draws are ignored in the same way."""
     slack, prob, valid, removed = draws(0, 17)
     config = kw.KWConfig(capacity=capacity)
-    draws_of = lambda part, known: kw.Observation(*(v[part] for v in (slack, prob, valid, removed)), jnp.float32(known))
+    draws_of = lambda part, known: kw.Observation(
+        slack[part], prob[part], valid[part], removed[part], jnp.float32(known)
+    )
     append = lambda state, part, known: jax.jit(kw.update_batch)(state, draws_of(part, known))
     batch, info = append(kw.init(config), slice(None), 2.5)
     single = _one_by_one(slack, prob, valid, removed, 2.5, config)
@@ -258,10 +260,12 @@ BAD_DRAWS = {
 
 @pytest.mark.parametrize("words", BAD_DRAWS)
 def test_a_draw_that_cannot_be_raises_outside_of_jit_and_voids_inside(words):
-    draw = kw.observe(**({"slack": 0.9, "prob": 1.0} | BAD_DRAWS[words]))
+    change = BAD_DRAWS[words]
+    get = lambda field, usual: float(change[field]) if field in change else usual
+    draw = kw.observe(get("slack", 0.9), get("prob", 1.0), get("removed", 0.0), get("known", 0.0))
     with pytest.raises(ValueError, match=words + ", but .*"):
         kw.update(kw.init(CONFIG), draw)
-    good = kw.Observation(*(jnp.full(40, v) for v in (0.9, 1.0)), jnp.ones(40, bool), jnp.zeros(40), jnp.float32(0))
+    good = kw.observe_iid(jnp.full(40, 0.9), jnp.ones(40), jnp.ones(40, bool))
     state, info = jax.jit(kw.update_batch)(kw.init(CONFIG), good)
     assert call(kw.decide, state, 1.0, 0.5, 4.6, 1e-7) and not info.invalid
     for order in ((draw, good), (good, draw)):  # for good: what was certified before is not any more

@@ -119,7 +119,8 @@ def test_one_bad_head_beside_good_ones_is_rarely_accepted(alpha):
         limit = binom.ppf(0.999, REPS, alpha)
         assert report.accepted.sum() <= limit, name
         assert not report.violated.any() and np.all((report.upper < truth * (1 - 1e-5)).sum(0) <= limit), name
-        assert np.all(report.passed[:, :2].mean(0) > 0.9) or name in ("all at bound", "all zero")  # no hope: no reads
+        if name in ("flat", "lognormal", "needle", "half at bound"):  # others are soon without hope, and reading ends
+            assert np.all(report.passed[:, :2].mean(0) > 0.9)
 
 
 def test_a_correction_that_is_left_out_where_it_is_due_is_noticed():

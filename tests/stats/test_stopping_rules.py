@@ -86,7 +86,7 @@ def running_wealth(name, sampler, reps, expand):
     pop = population(name)
     cap, truth = sizes(pop)
     room = cap - truth
-    budgets = np.float32([truth, truth + 0.1 * room, truth - 0.02 * (room + 0.02 * cap)])
+    budgets = np.array([truth, truth + 0.1 * room, truth - 0.02 * (room + 0.02 * cap)], np.float32)
     found = [_batch(seed, pop, sampler == "wor", budgets, cap, expand) for seed in range(reps // BATCH)]
     return np.concatenate(found).swapaxes(0, 1)
 

@@ -99,7 +99,7 @@ def test_single_draws_equal_a_batch():
     config = WeightedSumConfig(betting=kw.KWConfig(capacity=17))
     order = np.random.default_rng(1).permutation(17)
     start = weighted_sum.init(config, lower, upper)
-    draws = Draw(*(v[order] for v in (x, lower, upper, p)), jnp.asarray(order != 3))
+    draws = Draw(x[order], lower[order], upper[order], p[order], jnp.asarray(order != 3))
     batch, info = jax.jit(weighted_sum.update_batch, static_argnums=2)(start, draws, config)
     step = lambda state, draw: (weighted_sum.update(state, draw, config)[0], None)
     single, _ = jax.jit(lambda s: jax.lax.scan(step, s, draws))(start)
