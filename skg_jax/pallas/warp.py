@@ -7,7 +7,7 @@ Words are unsigned integers; a word may hold two float16 ("halves"), the lower h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -101,7 +101,7 @@ class Warp(Protocol):
         """The value of lane `source`."""
         ...
 
-    def chains(self, acc: Matrices, rows: list[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
+    def chains(self, acc: Matrices, rows: Sequence[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
         """acc[m] + sum_k rows[m][k] columns[k] of mma.m16n8k16, the sums interleaved.
 
         float16 fragments: rows [16, 16] of 4 words, columns [16, 8] of 2; acc [16, 8] of 4 float32.
@@ -235,7 +235,7 @@ class GpuWarp:
         moved = nvvm.shfl_sync(_i32(-1), word, source.value, _i32(31), nvvm.ShflKind.idx)
         return Register(utils.bitcast(moved, x.value.type))
 
-    def chains(self, acc: Matrices, rows: list[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
+    def chains(self, acc: Matrices, rows: Sequence[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
         acc = list(acc)
         for *a, b in zip(*rows, columns, strict=True):
             acc = [_mma(c, x, b) for c, x in zip(acc, a, strict=True)]
@@ -336,7 +336,7 @@ class ArrayWarp:
     def shuffle(self, x: jax.Array, source: jax.Array) -> jax.Array:
         return x[..., source.astype(jnp.int32)]
 
-    def chains(self, acc: Matrices, rows: list[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
+    def chains(self, acc: Matrices, rows: Sequence[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
         # lane 4 g + t holds k = 2 t, 2 t + 1 (first words) and 8 more (last words) of rows g and g + 8, and of column g
         right = _fragments(columns, "khgti->gkhti")
         products = [jnp.matmul(_fragments(x, "khrgti->rgkhti"), right.mT, precision="highest") for x in rows]

@@ -41,6 +41,7 @@ def say(*words) -> None:
 def kernel_times(call, *args, iterations: int = 5) -> tuple[float, float, int]:
     """Microseconds of the Pallas kernel and of all kernels of a call, and their number."""
     _, runs = profiler.measure(call, aggregate=False, iterations=iterations)(*args)
+    assert runs is not None, "CUPTI has seen no kernel."
     ours = lambda run: sum(ms for name, ms in run if "sketch_score" in name)
     median = lambda f: 1e3 * statistics.median(f(run) for run in runs)
     return median(ours), median(lambda run: sum(ms for _, ms in run)), len(runs[0])
@@ -124,13 +125,13 @@ def speed(name: str, shape: SketchScoreShape, bound: str, peak: float, **config)
     tables = [jnp.asarray(table().reshape(shape.batch, -1), jnp.int32) for _ in range(sets)]
     length = jnp.full(shape.batch, shape.context, jnp.int32)
     q = jax.random.normal(jax.random.key(1), (shape.batch, shape.kv_heads, shape.group, shape.head_dim), jnp.bfloat16)
-    options = {"page_size": shape.page_size, "bound": bound, "config": SketchScoreConfig(**config)}
+    options: dict = {"page_size": shape.page_size, "bound": bound, "config": SketchScoreConfig(**config)}
+    score = lambda *args: sketch_score(*args, **options)
 
     @jax.jit
     def run(records, q, tables):
         known = jnp.ones(tables[0].shape, bool)
-        place = lambda i, table: (table, known, length, jnp.int32(i % LAYERS))
-        return [sketch_score(q, *records, *place(i, t), **options) for i, t in enumerate(tables)]
+        return [score(q, *records, t, known, length, jnp.int32(i % LAYERS)) for i, t in enumerate(tables)]
 
     ours, every, launches = kernel_times(run, records, q, tables)
     micros, read = ours / sets, shape.sketch_bytes(bound)
