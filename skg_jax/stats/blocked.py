@@ -64,7 +64,8 @@ def draw(key: Key[Array, ""], law: BlockedLaw, n: int) -> Int32[Array, "n"]:
 
 def unit_of(law: BlockedLaw, ticket: UInt32[Array, "n"]) -> Int32[Array, "n"]:
     """The unit that holds a ticket, 0 <= ticket < sum(k)."""
-    block = jnp.minimum(jnp.searchsorted(law.ends, ticket, side="right"), law.ends.size - 1)
+    method = "scan" if jax.default_backend() == "cpu" else "scan_unrolled"  # one launch instead of three a bisection
+    block = jnp.minimum(jnp.searchsorted(law.ends, ticket, side="right", method=method), law.ends.size - 1)
     index = block.astype(jnp.int32)
     ticket = ticket - jnp.where(index > 0, law.ends[index - 1], 0)
     for fold in law.folds[::-1]:
@@ -124,7 +125,8 @@ def upper(
         low, high = bracket
         share = jnp.arange(1, config.grid + 1, dtype=dtype) / (config.grid + 1)
         edges = jnp.concatenate([low[None], low + (high - low) * share, high[None]])
-        peaks = jax.lax.map(lambda m: log_wealth(state, cap, m, eta, config), edges[1:-1])
+        at_once = 1 if jax.default_backend() == "cpu" else config.grid  # caches are small, launches dear
+        peaks = jax.lax.map(lambda m: log_wealth(state, cap, m, eta, config), edges[1:-1], batch_size=at_once)
         last = jnp.max(jnp.where(peaks >= log_inv_alpha, 0, jnp.arange(1, config.grid + 1)))
         return (edges[last], jnp.minimum(edges[last + 1], high)), None
 

@@ -23,6 +23,7 @@ def test_the_json_has_both_audits_with_every_trial(small, capsys):
     for row in found["audits"].values():
         assert row["accepted"] and row["ms"]["n"] == 3 == len(row["trials_ms"])
         assert row["ms"]["min"] <= row["ms"]["median"] <= row["ms"]["max"]
+        assert 0 < row["cpu_ms"]["min"] <= row["cpu_ms"]["median"] and row["load"] >= 0
         assert 0 < row["reads"] <= 300
         assert 0.1 < row["upper"] < row["cap"]  # the sum is a tenth
 

@@ -51,9 +51,12 @@ def test_halved_caps_exclude_the_truth_and_are_flagged():
     pop = population("half at bound")
     broken = pop._replace(cap=pop.cap / 2)
     states, flags = audits_and_flags(broken, "wor")
-    assert undercovers(paths(states, broken).max(1))
-    assert np.asarray(flags).all()
-    assert not np.asarray(audits_and_flags(pop, "wor")[1]).any()
+    deaf = states._replace(invalid=np.zeros_like(states.invalid))
+    assert undercovers(paths(deaf, broken).max(1))
+    assert np.asarray(flags).all() and np.asarray(states.invalid).all()
+    assert np.all(paths(states, broken) == 0)  # the flag in the state takes all evidence away
+    fine, flags = audits_and_flags(pop, "wor")
+    assert not np.asarray(flags).any() and not np.asarray(fine.invalid).any()
 
 
 def test_float32_without_guard_excludes_the_truth():

@@ -180,6 +180,18 @@ def test_vmap_equals_loop_and_traces_once():
     np.testing.assert_allclose(np.stack(together, 1), loop, rtol=1e-5, atol=1e-5)
 
 
+@given(st.integers(0, 99))
+@settings(max_examples=5)
+def test_jit_equals_eager(seed):
+    slack, prob, valid, removed = draws(seed, 9)
+    start, draw = kw.init(kw.KWConfig(capacity=9)), kw.Observation(slack, prob, valid, removed, jnp.float32(1))
+    (eager, info), (jitted, same) = kw.update_batch(start, draw), jax.jit(kw.update_batch)(start, draw)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (eager, info), (jitted, same))
+    np.testing.assert_allclose(
+        kw.wealth_path(eager, 9.0, 2.0, 1e-4), call(kw.wealth_path, eager, 9.0, 2.0, 1e-4), rtol=1e-5
+    )
+
+
 def test_state_fits_both_branches_of_a_cond():
     slack, prob, valid, removed = draws(1, 9)
     go = jax.jit(

@@ -151,6 +151,14 @@ def test_vmap_and_float64(module):
             np.testing.assert_allclose(row, bounds, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_jit_equals_eager(module):
+    x, state = some(4, 9), start(module)
+    eager, jitted = module.update_batch(state, x)[0], update_batch(module, state, x, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), eager, jitted)
+    np.testing.assert_allclose(module.bound(eager, 0.05), jax.jit(module.bound)(eager, 0.05), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

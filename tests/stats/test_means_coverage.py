@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from skg_jax.stats import betting, conjugate_mixture, empirical_bernstein, hoeffding
+from skg_jax.stats import betting, conjugate_mixture, empirical_bernstein, hoeffding, varying_means
 from tests.stats.test_means import CONFIGS, MODULES
 
 ALPHA, DRAWS, REPS = 0.1, 40, 1000
@@ -105,6 +105,44 @@ def test_many_replications(module, alpha):
         for key, name in (("needle", "needle"), ("half, shuffled", "half at the end")):
             counts[key] += excluded(module, *shuffled(name, REPS, seed), DRAWS, alpha)["ever"]
     assert max(counts.values()) <= allowed(20 * REPS, alpha), counts
+
+
+def drifting(reps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """([reps, DRAWS] observations whose mean jumps, and falls after a success; the averages of those means so far)."""
+    rng = np.random.default_rng(seed)
+    x, means = np.zeros((reps, DRAWS)), np.zeros((reps, DRAWS))
+    for t in range(DRAWS):
+        last = x[:, t - 1] if t else 0.5
+        means[:, t] = (0.05 if t < DRAWS // 2 else 0.85) + 0.1 * (1 - last)
+        x[:, t] = rng.random(reps) < means[:, t]
+    return x.astype(np.float32), np.cumsum(means, 1) / np.arange(1, DRAWS + 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _drift_paths(config, xs):
+    def one(row):
+        def step(state, x):
+            state, _ = varying_means.update(state, x)
+            return state, jnp.stack(varying_means.bound(state, ALPHA, config))
+
+        return jax.lax.scan(step, varying_means.init(config), row)[1]
+
+    return jax.vmap(one)(xs)
+
+
+@pytest.mark.parametrize("boundary", ["gamma_exponential", "normal", "stitching"])
+def test_means_that_vary(boundary):
+    xs, truth = drifting(REPS, 0)
+    config = varying_means.VaryingMeansConfig(alpha=ALPHA, boundary=boundary)
+    low, high = np.moveaxis(np.asarray(_drift_paths(config, jnp.asarray(xs)), np.float64), -1, 0)
+    assert ((low > truth) | (high < truth)).any(1).sum() <= allowed(REPS)
+
+
+def test_a_common_mean_claimed_for_means_that_vary_is_noticed():
+    xs, truth = drifting(REPS, 0)
+    bounds = np.asarray(_paths(betting, CONFIGS[betting](alpha=ALPHA), jnp.asarray(xs)), np.float64)
+    low, high = bounds.swapaxes(0, 1)
+    assert ((low > truth.T) | (high < truth.T)).any(0).sum() > allowed(REPS)
 
 
 @pytest.mark.parametrize("module", MODULES)
