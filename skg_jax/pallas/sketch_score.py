@@ -66,10 +66,13 @@ def sketch_score(
     Raises:
       NotImplementedError: for a shape or dtype that the kernel does not know.
     """
-    plan = plan_launch(q, page_table.shape[1], page_size, bound, config or SketchScoreConfig())
+    emulated = dispatch.interpret(interpret) is not None
+    if config is None:  # under the interpreter every waiting warpgroup keeps a thread of the host
+        config = SketchScoreConfig(groups=2) if emulated else SketchScoreConfig()
+    plan = plan_launch(q, page_table.shape[1], page_size, bound, config)
     record = {"codes": codes, "low": low, "step": step, "residual": residual, "norms": norms}
     where = page_table, known.astype(jnp.int32), length, jnp.asarray(layer, jnp.int32).reshape(1)
-    return _score(q, record, where, plan, dispatch.interpret(interpret) is not None)
+    return _score(q, record, where, plan, emulated)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

@@ -68,6 +68,14 @@ def test_scores_bound_the_mass_of_every_page_wherever_its_block_lies(page_size, 
         assert (np.asarray(found.estimate)[lost] == -np.inf).all()
 
 
+def test_what_the_kernel_cannot_do_is_said_if_it_is_asked_for():
+    cache, length = scattered(), jnp.asarray(LENGTHS)
+    q = jnp.ones((3, K * G, H))
+    for kind, sentence in (("sketch", "head dim of 64 or 128, not 10"), ("box", "no box bounds")):
+        with pytest.raises(NotImplementedError, match=sentence):
+            scoring.score_pages(q, cache, jnp.int32(0), length, 16, kind, implementation="mosaic_gpu")
+
+
 def expected_forced(length: int, page_size: int, sink: int, recent: int, known: np.ndarray) -> list[bool]:
     pages = range(BLOCKS * BLOCK // page_size)
     used = [page for page in pages if page * page_size < length]
