@@ -8,7 +8,7 @@ import pytest
 
 from models import decoder, published
 from models.config import ModelConfig
-from skg_jax.bench import cli, steps, synthesis, synthetic
+from skg_jax.bench import cli, steps, synthesis
 
 TOY = ModelConfig(
     architecture="llama", vocab_size=97, embed_dim=48, mlp_dim=64, num_layers=3, num_heads=6, num_kv_heads=2,
@@ -64,13 +64,16 @@ def test_a_schedule_forces_the_share_of_rows_that_was_asked_for():
 def test_the_whole_command(toy, tmp_path):
     output = tmp_path / "out.json"
     code = cli.main([
-        "decode", "--config", "toy", "--cells", "2x1280", "--steps", "32", "--dense-layers", "2", "--output", str(output),
-        "--modes", "cudnn", "exact", "sparse", "guarded", "forced-fallback", "forced-expand",
+        "decode", "--config", "toy", "--cells", "2x1280", "--steps", "32", "--dense-layers", "2",
+        "--output", str(output), "--modes", "cudnn", "exact", "sparse", "guarded", "forced-fallback", "forced-expand",
     ])  # fmt: skip
     assert code == 0
     (cell,) = json.loads(output.read_text())["cells"]
     modes = cell["modes"]
-    assert {m["step_ms"]["n"] for m in modes.values()} == {32}
+    assert {name: m["step_ms"]["n"] for name, m in modes.items() if "forced" not in name} == dict.fromkeys(
+        ("cudnn", "exact", "sparse", "guarded"), 32
+    )
+    assert modes["guarded"]["broken_audits"] == 0
     assert modes["sparse"]["pages_read"] < 0.3 and modes["exact"]["pages_read"] == 1
     assert modes["forced-fallback"]["pages_read"] == 1
     guarded = modes["guarded"]

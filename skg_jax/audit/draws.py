@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int, Key
 
 from skg_jax.audit.config import AuditConfig
-from skg_jax.audit.units import UP, StepEvidence
+from skg_jax.audit.units import StepEvidence
+from skg_jax.stats import blocked, sampling
 from skg_jax.stats import kaplan_wald as kw
-from skg_jax.stats import sampling
-from skg_jax.stats.sums import tree_sum
+from skg_jax.stats.blocked import BlockedLaw
+from skg_jax.stats.sums import outward_sum
 
 
 class Population(NamedTuple):
@@ -20,8 +21,7 @@ class Population(NamedTuple):
 
     lower: Float[Array, "B U"]
     upper: Float[Array, "B U"]
-    law: Float[Array, "B U"]  # probability of each unit in one draw
-    cum: UInt32[Array, "B U"]  # the law as cumulative integer weights
+    law: BlockedLaw | Float[Array, "B U"]  # of one draw; under "wor" the weights of the order
     count: Int[Array, " B"]  # units that are there
     cap: Float[Array, " B"]  # sum of the upper bounds, rounded up
     floor: Float[Array, " B"]  # sum of the lower bounds, rounded down
@@ -32,17 +32,24 @@ def population(evidence: StepEvidence, config: AuditConfig) -> Population:
     """Units of the step, flattened over layers, KV heads and pages, with the law of the configured design."""
     flat = lambda x: jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
     lower, upper = flat(evidence.lower), flat(evidence.upper)
-    gap = upper - lower
-    valid = ~(upper <= 0)  # a NaN is a unit of unknown size, not one that is absent
-    if config.design == "boundary":
-        law = jax.vmap(sampling.boundary_probs)(gap, lower + upper, valid)
-    else:
-        law = jax.vmap(lambda g, v: sampling.pps_probs(g, v, config.uniform_share))(gap, valid)
-    cum, exact = jax.vmap(sampling.integer_law)(law)
-    cap, floor = tree_sum(upper) * UP, tree_sum(lower) / UP
+    count = (~(upper <= 0)).sum(-1, dtype=jnp.int32)  # a NaN is a unit of unknown size, not one that is absent
+    cap, floor = outward_sum(upper, 1), outward_sum(lower, -1)
+    # An array of its own: XLA would otherwise add up all bounds again for every unit.
+    total = jax.lax.optimization_barrier(cap - floor)
+    law = jax.vmap(lambda *unit: _law(*unit, config))(lower, upper, total, count)
     eta = jax.vmap(kw.rounding_guard)(cap, floor)
-    law = law if config.design == "wor" else exact
-    return Population(lower, upper, law, cum, valid.sum(-1, dtype=jnp.int32), cap, floor, eta)
+    return Population(lower, upper, law, count, cap, floor, eta)
+
+
+def _law(lower: Float[Array, " U"], upper: Float[Array, " U"], total, count, config: AuditConfig):
+    """Draws in proportion to the gap between the bounds, with a uniform share; or those of the other designs."""
+    gap, eps = upper - lower, config.uniform_share
+    if config.design == "wor":
+        return sampling.pps_probs(gap, ~(upper <= 0), eps)
+    if config.design == "boundary":
+        return blocked.integer_law(sampling.boundary_probs(gap, lower + upper, ~(upper <= 0)), 1.0)
+    even = eps * total / jnp.maximum(count, 1)
+    return blocked.integer_law(jnp.where(gap > 0, (1 - eps) * gap + even, 0), total)
 
 
 def order_of(key: Key[Array, " B"], pop: Population, most: int) -> Int[Array, "B n"]:
@@ -57,10 +64,20 @@ def draw(
     part: Int[Array, ""],
     offset: Int[Array, " B"],
     size: int,
-) -> Int[Array, "B {size}"]:
-    """The next `size` units of each row: independent draws of this part, or what follows `offset` in a given order."""
+) -> tuple[Int[Array, "B {size}"], Float[Array, "B {size}"]]:
+    """The next `size` units of each row and their probabilities, 0 where there is nothing to draw.
+
+    Independent draws of this part, or what follows `offset` in a given order, with their weights in the whole of it.
+    """
     if order is None:
-        fresh = lambda k, c: sampling.draw_iid(jax.random.fold_in(k, part), c, size)
-        return jax.vmap(fresh)(key, pop.cum)
+        return jax.vmap(lambda k, law, upper: _independent(jax.random.fold_in(k, part), law, upper, size))(
+            key, pop.law, pop.upper
+        )
     at = jnp.minimum(offset[:, None] + jnp.arange(size), order.shape[1] - 1)
-    return jnp.take_along_axis(order, at, axis=1)
+    index = jnp.take_along_axis(order, at, axis=1)
+    return index, jnp.take_along_axis(pop.law, index, axis=1)
+
+
+def _independent(key: Key[Array, ""], law: BlockedLaw, upper: Float[Array, " U"], size: int):
+    index = jnp.minimum(blocked.draw(key, law, size), upper.size - 1)
+    return index, blocked.probs(law, index, upper)

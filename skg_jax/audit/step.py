@@ -20,9 +20,11 @@ from skg_jax.audit.report import AuditReport, Budget, HeadWeights
 from skg_jax.audit.units import StepEvidence
 from skg_jax.kv.cache import PagedKVCache
 from skg_jax.pallas.dispatch import Implementation
+from skg_jax.stats import blocked
 from skg_jax.stats import kaplan_wald as kw
-from skg_jax.stats import sampling
 from skg_jax.stats.sums import tree_sum
+
+EVERY_DRAW = 4096  # draws of a process that is looked at after each of them
 
 
 class _Run(NamedTuple):
@@ -59,17 +61,17 @@ def run(
     """
     pop = population(evidence, config)
     limit = budget._replace(tau=budget.tau - weights.uncovered)
-    size = math.ceil(config.rate * pop.law.shape[1])
-    kw_config = kw.KWConfig(capacity=size * sum(config.rounds))
+    size = math.ceil(config.rate * pop.upper.shape[1])
+    kw_config = _betting(size * sum(config.rounds))
     order = order_of(key, pop, kw_config.capacity) if config.design == "wor" else None
     ends = jnp.cumsum(jnp.asarray(config.rounds))
 
     def part(state):
         """As many draws as the first round has; later rounds are several of these."""
-        drawn = draw(key, pop, order, state.parts, state.offset, size)
-        slots = jnp.arange(size) < jnp.ceil(config.rate * pop.count)[:, None]
+        drawn, law = draw(key, pop, order, state.parts, state.offset, size)
+        slots = (jnp.arange(size) < jnp.ceil(config.rate * pop.count)[:, None]) & (law > 0)
         reads = read_units(drawn, evidence, cache, weights.omega, config, implementation)
-        state = _absorb(state, pop, drawn, slots & ~state.done[:, None], reads, config)
+        state = _absorb(state, pop, drawn, law, slots & ~state.done[:, None], reads, config)
         return _judge(state, pop, limit, jnp.any(state.parts == ends), kw_config)
 
     def going(state):  # the first round is always read: it is where broken bounds and corrupt keys show
@@ -79,6 +81,18 @@ def run(
     # One round needs no loop, for whose condition a GPU would wait for the host.
     state = part(start) if sum(config.rounds) == 1 else jax.lax.while_loop(going, part, start)
     return _report(state, pop, limit, weights, evidence, kw_config)
+
+
+def _betting(capacity: int) -> kw.KWConfig:
+    """Of a long process the bound is found to one part in 289 of the way from floor to cap: each part costs a pass."""
+    return (
+        kw.KWConfig(capacity=capacity) if capacity <= EVERY_DRAW else kw.KWConfig(capacity=capacity, grid=16, levels=2)
+    )
+
+
+def _looks(config: kw.KWConfig):
+    """The wealth after every draw, or of a long process after every 64th: lower, hence valid, and far cheaper."""
+    return kw if config.capacity <= EVERY_DRAW else blocked
 
 
 def _start(pop: Population, config: kw.KWConfig) -> _Run:
@@ -99,15 +113,13 @@ def _start(pop: Population, config: kw.KWConfig) -> _Run:
     )
 
 
-def _absorb(state: _Run, pop: Population, drawn, valid, reads: UnitReads, config: AuditConfig) -> _Run:
+def _absorb(state: _Run, pop: Population, drawn, law, valid, reads: UnitReads, config: AuditConfig) -> _Run:
     """Continue every row's process with the units of one part."""
-    take = lambda x: jnp.take_along_axis(x, drawn, axis=1)
-    slack, law = take(pop.upper) - reads.x, take(pop.law)
-    valid = valid & (law > 0)
+    slack = jnp.maximum(jnp.take_along_axis(pop.upper, drawn, axis=1) - reads.x, 0)  # a fused rounding may pass 0
     at = jnp.where(valid, state.offset[:, None] + jnp.cumsum(valid, axis=1) - 1, state.index.shape[1])
     put = lambda whole, part: jax.vmap(lambda w, p, i: w.at[i].set(p, mode="drop"))(whole, part, at)
     index, slacks, seen = put(state.index, drawn), put(state.slack, slack), put(state.valid, valid)
-    known = tree_sum(jnp.where(jax.vmap(sampling.first_visits)(index, seen), slacks, 0.0))
+    known = tree_sum(jnp.where(_first_visits(index, seen, pop), slacks, 0.0))
     if config.design == "wor":
         before = jnp.where(state.valid, jnp.take_along_axis(pop.law, state.index, axis=1), 0.0)
         left, removed = 1.0 - tree_sum(before), tree_sum(jnp.where(state.valid, state.slack, 0.0))
@@ -115,7 +127,7 @@ def _absorb(state: _Run, pop: Population, drawn, valid, reads: UnitReads, config
     else:
         seen_now = jax.vmap(lambda s, p, v, k: kw.observe_iid(s, p, v, 0.0, k))(slack, law, valid, known)
     return state._replace(
-        process=jax.vmap(kw.update_batch)(state.process, *seen_now),
+        process=jax.vmap(lambda process, new: kw.update_batch(process, new)[0])(state.process, seen_now),
         index=index,
         slack=slacks,
         valid=seen,
@@ -128,16 +140,18 @@ def _absorb(state: _Run, pop: Population, drawn, valid, reads: UnitReads, config
 
 def _judge(state: _Run, pop: Population, limit: Budget, at_end, config: kw.KWConfig) -> _Run:
     """Update the wealth, and at the end of a round stop the rows that it certifies."""
-    wealth = jax.vmap(lambda *a: kw.log_wealth(*a, config=config))(state.process, pop.cap, limit.tau, pop.eta)
+    look = lambda *a: _looks(config).log_wealth(*a, config=config)
+    wealth = jax.vmap(look)(state.process, pop.cap, limit.tau, pop.eta)
     certified = jax.vmap(kw.certified)(state.process, pop.cap, limit.tau, limit.log_inv_alpha, pop.eta, wealth)
     return state._replace(log_wealth=wealth, done=state.done | (certified & at_end))
 
 
 def _report(state: _Run, pop: Population, limit: Budget, weights: HeadWeights, evidence, config) -> AuditReport:
-    bound = jax.vmap(lambda *a: kw.upper(*a, config=config))(
+    bound = jax.vmap(lambda *a: _looks(config).upper(*a, config=config))(
         state.process, pop.cap, pop.floor, limit.log_inv_alpha, pop.eta
     )
     sound = (evidence.unbounded.sum(0) == 0) & ~state.violated & (state.corrupt[:, 0] < 0) & jnp.isfinite(pop.cap)
+    sound &= ~state.process.invalid
     nothing = pop.count == 0
     bound = jnp.where(nothing, 0.0, bound) + weights.uncovered
     return AuditReport(
@@ -149,5 +163,9 @@ def _report(state: _Run, pop: Population, limit: Budget, weights: HeadWeights, e
         corrupt=state.corrupt,
         units=pop.count,
         drawn=state.offset,
-        pages_read=jax.vmap(sampling.first_visits)(state.index, state.valid).sum(1, dtype=jnp.int32),
+        pages_read=_first_visits(state.index, state.valid, pop).sum(1, dtype=jnp.int32),
     )
+
+
+def _first_visits(index: Int[Array, "B n"], valid: Bool[Array, "B n"], pop: Population) -> Bool[Array, "B n"]:
+    return jax.vmap(lambda i, v: blocked.first_visits(i, v, pop.upper.shape[1]))(index, valid)

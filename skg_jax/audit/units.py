@@ -99,7 +99,10 @@ def step_evidence(
     total = 1.0 + _mass(log_lower - log_selected.reshape(*read.shape[:3], -1, 1)).sum(-1)
     bounds = HeadBounds(log_selected, total.reshape(log_selected.shape), layers.out_norm, log_lower, log_upper)
     weight = omega.reshape(len(omega), 1, read.shape[2], -1, 1)
-    lower, upper = ((weight * share).sum(3) for share in _shares(bounds, cache, config))
+    # Head by head and not as a reduction over four of them, which a GPU does five times slower.
+    add = lambda share: sum(weight[..., g, :] * share[..., g, :] for g in range(share.shape[3]))
+    # Made once: XLA would otherwise fuse them into every sum over the population, 1.7 ms a step at 8 x 64K tokens.
+    lower, upper = jax.lax.optimization_barrier(tuple(add(share) for share in _shares(bounds, cache, config)))
     unbounded = (unread & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
     return StepEvidence(layers.q, *bounds, lower / UP, upper * UP, read, unbounded)
 

@@ -55,6 +55,7 @@ def loop(
         return (cache, DenseRows(token, rows.position + 1)), clock.stamp(token)
 
     began = clock.stamp(rows.position)
+    rows, began = jax.lax.optimization_barrier((rows, began))  # the stamp comes before the first step
     (cache, rows), stamps = jax.lax.scan(step, (cache, rows), None, steps)
     return cache, rows, jnp.concatenate([began[None], stamps])
 

@@ -50,6 +50,7 @@ def loop(
         return (cache, rows), (info, clock.stamp(info.token))
 
     began = clock.stamp(rows.position)
+    rows, began = jax.lax.optimization_barrier((rows, began))  # the stamp comes before the first step
     (cache, rows), (log, stamps) = jax.lax.scan(one, (cache, rows), schedule)
     if program.mode != "dense":
         cache = _seal_behind(cache, rows)

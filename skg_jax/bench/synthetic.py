@@ -24,7 +24,7 @@ import numpy as np
 from models import decoder, published
 from models.config import ModelConfig
 from skg_jax.bench import cudnn, steps, synthesis
-from skg_jax.decode import Program
+from skg_jax.decode import Program, compiled
 from skg_jax.guard import GuardConfig, Verdict
 from skg_jax.pallas import clock
 from skg_jax.selectors import get
@@ -74,37 +74,56 @@ def main(argv: Sequence[str]) -> int:
     params = decoder.unstack(synthesis.synthetic_params(config, spreads, directions, jax.random.key(0)))
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     record = {"benchmark": "decode, synthetic", "settings": settings, "environment": _facts(), "cells": []}
+    save = lambda: args.output and args.output.write_text(json.dumps(record, indent=1) + "\n")
     for name in args.cells:
         batch, context = (int(part) for part in name.split("x"))
-        record["cells"].append(measure(args, config, params, directions, batch, context))
-        if args.output:  # after every cell: a run cut short keeps what it has
-            args.output.write_text(json.dumps(record, indent=1) + "\n")
+        record["cells"].append({"batch": batch, "context": context, "modes": {}})
+        measure(args, config, params, directions, record["cells"][-1], save)
     return 0
 
 
-def measure(args, config: ModelConfig, params, directions, batch: int, context: int) -> dict[str, Any]:
-    """One cell: all modes in turns, then their kernels if asked for."""
+def measure(args, config: ModelConfig, params, directions, cell: dict[str, Any], save) -> None:
+    """All modes of one cell in turns, then their kernels if asked for. A run that is cut short keeps what was saved."""
+    batch, context = cell["batch"], cell["context"]
     timed = -(-args.steps // ATTEMPTS) * ATTEMPTS
     first = context - timed - 4 * ATTEMPTS
     first -= first % 64
     began = time.perf_counter()
     cache = synthesis.synthetic_cache(config, directions, batch, context, first, jax.random.key(2))
-    jax.block_until_ready(cache)
-    say(f"{batch} x {context}: cache of {_gigabytes(cache):.1f} GB made in {time.perf_counter() - began:.1f} s")
+    cell["cache_gb"] = _gigabytes(jax.block_until_ready(cache))
+    say(f"{batch} x {context}: cache of {cell['cache_gb']:.1f} GB made in {time.perf_counter() - began:.1f} s")
+    cell["read_tb_s"] = read_ceiling(cache.k)
+    wanted = [mode for mode in modes(args, config) if mode.name in args.modes]
     runs = [_baseline(args, config, params, batch, context)] if BASELINE in args.modes else []
-    runs += [
-        _paged(mode, config, params, batch, args, timed) for mode in modes(args, config) if mode.name in args.modes
-    ]
-    cell: dict[str, Any] = {"batch": batch, "context": context, "cache_gb": _gigabytes(cache), "modes": {}}
+    programs: dict[Program, Any] = {}  # compiled once: forced modes run the guarded program
+    runs += [_paged(mode, config, params, batch, args, timed, programs) for mode in wanted]
     samples = {run.name: [] for run in runs}
     cache = _turns(runs, cache, first, timed, samples, cell)
     for run in runs:
         cell["modes"][run.name] |= summary(samples[run.name])
         say(_line(run.name, cell["modes"][run.name]))
-    if args.trace:
-        for run in runs:
-            cell["modes"][run.name]["kernels_us"], cache = run.kernels(cache, first)
-    return cell
+    save()
+    for run in runs if args.trace else []:
+        table, cache = run.kernels(cache, first)
+        cell["modes"][run.name]["kernels"] = table
+        say(
+            f"{run.name}: "
+            + ", ".join(f"{k} {v['us']:.0f} us/{v['launches']:.0f}" for k, v in list(table.items())[:16])
+        )
+        save()
+
+
+def read_ceiling(pool: jax.Array, trials: int = 5) -> float:
+    """Terabytes a second at which XLA reads the pool once, layer by layer, into one maximum."""
+    largest = jax.jit(
+        lambda x: jax.lax.fori_loop(0, len(x), lambda i, top: jnp.maximum(top, x[i].max()), x.dtype.type(0))
+    )
+    seconds = []
+    for _ in range(trials + 1):
+        began = time.perf_counter()
+        np.asarray(largest(pool))
+        seconds.append(time.perf_counter() - began)
+    return pool.nbytes / float(np.median(seconds[1:])) / 1e12
 
 
 class Sample(NamedTuple):
@@ -118,6 +137,7 @@ class Sample(NamedTuple):
     cap: np.ndarray
     read: np.ndarray  # share of pages that attention read
     audited: np.ndarray  # share of the unread units that the audit read
+    broken: np.ndarray  # a unit lay outside of its bounds, or keys did not match their checksum
 
 
 def modes(args, config: ModelConfig) -> list[Mode]:
@@ -146,10 +166,10 @@ class Run(NamedTuple):
     name: str
     dispatch: Any
     kernels: Any
-    compile_s: float
+    every: int = 1  # takes every so manieth turn
 
 
-def _paged(mode: Mode, config: ModelConfig, params, batch: int, args, timed: int) -> Run:
+def _paged(mode: Mode, config: ModelConfig, params, batch: int, args, timed: int, programs: dict) -> Run:
     asked = steps.requests(config, batch, mode.guard, args.tau, args.pages, timed)
     rng = np.random.default_rng(0)
 
@@ -157,23 +177,22 @@ def _paged(mode: Mode, config: ModelConfig, params, batch: int, args, timed: int
         tier, share = mode.forced or (0, 0.0)
         return steps.forced_schedule(ATTEMPTS, batch, share, tier, rng)
 
-    compiled: list[Any] = []
-
     def dispatch(cache, position: int):
         rows, plan = steps.start(batch, position), schedule()
         asked_now = asked._replace(key=jax.vmap(jax.random.fold_in, (0, None))(asked.key, position))
-        if not compiled:
+        if mode.program not in programs:
             began = time.perf_counter()
             call = (params, cache, asked_now, rows, plan)
-            compiled.append(steps.loop.lower(*call, program=mode.program).compile())
+            programs[mode.program] = compiled(steps.loop.lower(*call, program=mode.program))
             say(f"{mode.name}: compiled in {time.perf_counter() - began:.1f} s")
         began = time.perf_counter()
-        cache, _, timed = compiled[0](params, cache, asked_now, rows, plan)
+        cache, _, timed = programs[mode.program](params, cache, asked_now, rows, plan)
         stamps = clock.nanoseconds(np.asarray(timed.stamps))
         wall = (time.perf_counter() - began) * 1e3
         return cache, _sample(timed.log, stamps, wall, plan)
 
-    return Run(mode.name, dispatch, functools.partial(_kernels, dispatch), 0.0)
+    every = 1 if not mode.forced else 16 if mode.forced[1] == 1 else 4  # forced ones are many alike
+    return Run(mode.name, dispatch, functools.partial(_kernels, dispatch), every)
 
 
 def _sample(log, stamps: np.ndarray, wall: float, plan: np.ndarray) -> Sample:
@@ -181,7 +200,7 @@ def _sample(log, stamps: np.ndarray, wall: float, plan: np.ndarray) -> Sample:
     share = lambda part, whole: part / np.maximum(whole, 1)
     return Sample(
         np.diff(stamps) / 1e6, wall, log.verdict, plan != steps.FREE, log.bound, log.cap,
-        share(log.selected, log.total), share(log.audited, log.units),
+        share(log.selected, log.total), share(log.audited, log.units), log.violated | (log.corrupt[..., 0] >= 0),
     )  # fmt: skip
 
 
@@ -197,9 +216,9 @@ def _baseline(args, config: ModelConfig, params, batch: int, context: int) -> Ru
         wall = (time.perf_counter() - began) * 1e3
         none = np.zeros((ATTEMPTS, batch))
         accept = np.full(none.shape, int(Verdict.ACCEPT))
-        return cache, Sample(np.diff(stamps) / 1e6, wall, accept, none > 0, none, none, none + 1, none)
+        return cache, Sample(np.diff(stamps) / 1e6, wall, accept, none > 0, none, none, none + 1, none, none > 0)
 
-    return Run(BASELINE, dispatch, functools.partial(_kernels, dispatch), 0.0)
+    return Run(BASELINE, dispatch, functools.partial(_kernels, dispatch))
 
 
 def _turns(runs: list[Run], cache, first: int, timed: int, samples, cell) -> Any:
@@ -211,7 +230,8 @@ def _turns(runs: list[Run], cache, first: int, timed: int, samples, cell) -> Any
         say(f"{run.name}: first dispatch {time.perf_counter() - began:.1f} s")
     for i in range(timed // ATTEMPTS):
         position = first + ATTEMPTS * (i + 1)
-        for run in runs[i % len(runs) :] + runs[: i % len(runs)]:
+        turn = [run for run in runs if i % run.every == 0]
+        for run in turn[i % len(turn) :] + turn[: i % len(turn)]:
             cache, sample = run.dispatch(cache, position)
             samples[run.name].append(sample)
     return cache
@@ -230,7 +250,7 @@ def summary(samples: list[Sample]) -> dict[str, Any]:
         "wall_ms_per_step": percentiles(joined.wall_ms / ATTEMPTS),
         "rows": names,
         "bound": mean(joined.bound), "bound_alone": mean(joined.cap), "audited_share": mean(joined.audited),
-        "pages_read": float(joined.read.mean()),
+        "pages_read": float(joined.read.mean()), "broken_audits": int(joined.broken.sum()),
     }  # fmt: skip
 
 
@@ -249,16 +269,19 @@ def _kernels(dispatch, cache, position: int) -> tuple[dict[str, Any], Any]:
     """Microseconds and launches of every kernel in one step, by name, from one dispatch under CUPTI."""
     from jax.experimental.mosaic.gpu import profiler
 
-    out = []
-    _, found = profiler.measure(
-        lambda: out.append(dispatch(cache, position)[0]) or out[-1], iterations=1, aggregate=False
-    )()
+    # `profiler.measure` calls its function twice, which a donated cache does not survive.
+    cupti: Any = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # type: ignore[union-attr]
+    cupti._cupti_init()
+    try:
+        cache, _ = dispatch(cache, position)
+    finally:
+        found = cupti._cupti_get_timings(True)
     table: dict[str, Any] = {}
     for name, ms in found or []:
         row = table.setdefault(name.split("(")[0][:60], {"us": 0.0, "launches": 0.0})
         row["us"] += ms * 1e3 / ATTEMPTS
         row["launches"] += 1 / ATTEMPTS
-    return dict(sorted(table.items(), key=lambda item: -item[1]["us"])), out[-1]
+    return dict(sorted(table.items(), key=lambda item: -item[1]["us"])), cache
 
 
 def _line(name: str, found: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skg_jax.decode.compiling import compiled
 from skg_jax.decode.loop import decode_loop, prefill, seal_full
 from skg_jax.decode.shadow import shadow_attempt
 from skg_jax.decode.state import Mode, Program, Requests, Rows, StepInfo
@@ -12,6 +13,7 @@ __all__ = [
     "Requests",
     "Rows",
     "StepInfo",
+    "compiled",
     "decode_loop",
     "prefill",
     "seal_full",

@@ -16,7 +16,7 @@ import numpy as np
 
 from models import decoder, registry
 from skg_jax import chat, tokenizer
-from skg_jax.decode import Program, Requests, Rows, decode_loop, prefill
+from skg_jax.decode import Program, Requests, Rows, compiled, decode_loop, prefill
 from skg_jax.decode.state import NO_TOKEN
 from skg_jax.engine.options import Options, RequestError
 from skg_jax.engine.run import Run
@@ -117,11 +117,10 @@ class Engine:
             tokens = jax.ShapeDtypeStruct((1, job.program.prefill_chunk), jnp.int32)
             params, requests = self.model.params, job.requests
             self.report_progress("compile", 0, 2)
-            first = prefill.lower(
-                params, cache, requests, tokens, number, number, number, program=job.program
-            ).compile()
+            chunk = (tokens, number, number, number)
+            first = compiled(prefill.lower(params, cache, requests, *chunk, program=job.program))
             self.report_progress("compile", 1, 2)
-            loop = decode_loop.lower(params, cache, requests, rows, program=job.program).compile()
+            loop = compiled(decode_loop.lower(params, cache, requests, rows, program=job.program))
             self.report_progress("compile", 2, 2)
             self._compiled[key] = first, loop
         return *self._compiled[key], time.perf_counter() - began

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skg_jax.kv import sketch
-from skg_jax.stats import sampling
+from skg_jax.stats import blocked
 
 
 class Lies(NamedTuple):
@@ -29,16 +29,16 @@ HONEST = lies()
 @contextlib.contextmanager
 def told(told: Lies):
     """While tracing inside: bounds and laws are those of the lies."""
-    scores_of, law_of = sketch.page_scores, sampling.integer_law
+    scores_of, probs_of = sketch.page_scores, blocked.probs
 
     def page_scores(*args, **kwargs):
         scores = scores_of(*args, **kwargs)
         return scores._replace(upper=scores.upper - told.narrow)
 
-    def integer_law(p):
-        cum, law = law_of(p)
-        uniform = (law > 0) / jnp.maximum((law > 0).sum(), 1).astype(law.dtype)
-        return cum, jnp.where(told.flat > 0, (1 - told.flat) * law + told.flat * uniform, law)
+    def probs(law, index, like):
+        p = probs_of(law, index, like)
+        uniform = (p > 0) / jnp.maximum((law.folds[0] > 0).sum(), 1).astype(p.dtype)
+        return jnp.where(told.flat > 0, (1 - told.flat) * p + told.flat * uniform, p)
 
-    with mock.patch.object(sketch, "page_scores", page_scores), mock.patch.object(sampling, "integer_law", integer_law):
+    with mock.patch.object(sketch, "page_scores", page_scores), mock.patch.object(blocked, "probs", probs):
         yield

@@ -162,7 +162,8 @@ def test_a_later_round_continues_the_first():
     cap = audits(step, CONFIG).cap[0]
     first, all_rounds = audits(step, CONFIG, tau=1.01 * cap, alpha=ALPHA), audits(step, CONFIG, tau=0, alpha=ALPHA)
     assert (first.drawn < all_rounds.drawn).all()
-    assert (all_rounds.bound <= first.bound + cap / 33**3).all() and (all_rounds.bound < first.bound).mean() > 0.9
+    assert (all_rounds.bound <= first.bound + cap / 33**3).all()
+    assert all_rounds.bound.mean() < 0.98 * first.bound.mean()  # and they do
 
 
 # --- weights ------------------------------------------------------------------------------------------------------

@@ -44,9 +44,7 @@ def main() -> int:
     found = {}
     for name in BOTH:
         cache = synthesis.synthetic_cache(config, along, 2, CONTEXT, POSITION // 64 * 64, jax.random.key(2))
-        program = Program(
-            model=config, mode="guarded", selector=topk(name), audit=guard.audit(16), implementation=name
-        )
+        program = Program(model=config, mode="guarded", selector=topk(name), audit=guard.audit(16), implementation=name)
         asked = steps.requests(config, 2, guard, 0.27, 0.1, 100)
         got, evidence = jax.device_get(step(params, cache, asked, steps.start(2, POSITION), program))
         found[name] = got, evidence
