@@ -21,7 +21,8 @@ class Population(NamedTuple):
 
     lower: Float[Array, "B U"]
     upper: Float[Array, "B U"]
-    law: BlockedLaw | Float[Array, "B U"]  # of one draw; under "wor" the weights of the order
+    law: BlockedLaw | None  # of one draw; None under "wor"
+    weights: Float[Array, "B U"] | None  # of the order without replacement, None but for "wor"
     count: Int[Array, " B"]  # units that are there
     cap: Float[Array, " B"]  # sum of the upper bounds, rounded up
     floor: Float[Array, " B"]  # sum of the lower bounds, rounded down
@@ -36,16 +37,19 @@ def population(evidence: StepEvidence, config: AuditConfig) -> Population:
     cap, floor = outward_sum(upper, 1), outward_sum(lower, -1)
     # An array of its own: XLA would otherwise add up all bounds again for every unit.
     total = jax.lax.optimization_barrier(cap - floor)
-    law = jax.vmap(lambda *unit: _law(*unit, config))(lower, upper, total, count)
     eta = jax.vmap(kw.rounding_guard)(cap, floor)
-    return Population(lower, upper, law, count, cap, floor, eta)
-
-
-def _law(lower: Float[Array, " U"], upper: Float[Array, " U"], total, count, config: AuditConfig):
-    """Draws in proportion to the gap between the bounds, with a uniform share; or those of the other designs."""
-    gap, eps = upper - lower, config.uniform_share
+    law = weights = None
     if config.design == "wor":
-        return sampling.pps_probs(gap, ~(upper <= 0), eps)
+        in_order = lambda low, up: sampling.pps_probs(up - low, ~(up <= 0), config.uniform_share)
+        weights = jax.vmap(in_order)(lower, upper)
+    else:
+        law = jax.vmap(lambda low, up, t, n: _law(low, up, t, n, config))(lower, upper, total, count)
+    return Population(lower, upper, law, weights, count, cap, floor, eta)
+
+
+def _law(lower: Float[Array, " U"], upper: Float[Array, " U"], total, count, config: AuditConfig) -> BlockedLaw:
+    """Draws in proportion to the gap between the bounds, with a uniform share; or uniform near the boundary."""
+    gap, eps = upper - lower, config.uniform_share
     if config.design == "boundary":
         return blocked.integer_law(sampling.boundary_probs(gap, lower + upper, ~(upper <= 0)), 1.0)
     even = eps * total / jnp.maximum(count, 1)
@@ -54,7 +58,7 @@ def _law(lower: Float[Array, " U"], upper: Float[Array, " U"], total, count, con
 
 def order_of(key: Key[Array, " B"], pop: Population, most: int) -> Int[Array, "B n"]:
     """The first units of each row in their order without replacement, at most `most`."""
-    return jax.vmap(lambda k, p: sampling.draw_wor(k, p, min(most, p.shape[0])))(key, pop.law)
+    return jax.vmap(lambda k, p: sampling.draw_wor(k, p, min(most, p.shape[0])))(key, pop.weights)
 
 
 def draw(
@@ -75,7 +79,13 @@ def draw(
         )
     at = jnp.minimum(offset[:, None] + jnp.arange(size), order.shape[1] - 1)
     index = jnp.take_along_axis(order, at, axis=1)
-    return index, jnp.take_along_axis(pop.law, index, axis=1)
+    return index, weights_at(pop, index)
+
+
+def weights_at(pop: Population, index: Int[Array, "B n"]) -> Float[Array, "B n"]:
+    """Under "wor": weights of units in the order."""
+    assert pop.weights is not None
+    return jnp.take_along_axis(pop.weights, index, axis=1)
 
 
 def _independent(key: Key[Array, ""], law: BlockedLaw, upper: Float[Array, " U"], size: int):

@@ -68,8 +68,9 @@ def _read(row, index: Int[Array, " n"], *, evidence, cache, config, implementati
     layers, batch, kv_heads, pages = evidence.upper.shape
     group = evidence.q.shape[2] // kv_heads
     layer, kv_head, member, page = jnp.unravel_index(index, (layers, kv_heads, group, pages))
-    at = jnp.broadcast_to(row, index.shape), layer, kv_head, page
-    found = read_shares(*(x[None] for x in at), evidence, cache, config, implementation)
+    alone = lambda x: jnp.broadcast_to(x, index.shape)[None]  # as a batch of one row
+    place = alone(row), alone(layer), alone(kv_head), alone(page)
+    found = read_shares(place[0], place[1], place[2], place[3], evidence, cache, config, implementation)
     share = jnp.take_along_axis(found.share[0], member[:, None], axis=1)[:, 0]
     return ShareReads(share, *(x[0] for x in found[1:]))
 

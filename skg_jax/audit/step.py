@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from skg_jax.audit.config import AuditConfig
-from skg_jax.audit.draws import Population, draw, order_of, population
+from skg_jax.audit.draws import Population, draw, order_of, population, weights_at
 from skg_jax.audit.reads import UnitReads, first_corrupt, read_units
 from skg_jax.audit.report import AuditReport, Budget, HeadWeights
 from skg_jax.audit.units import StepEvidence
@@ -121,7 +121,7 @@ def _absorb(state: _Run, pop: Population, drawn, law, valid, reads: UnitReads, c
     index, slacks, seen = put(state.index, drawn), put(state.slack, slack), put(state.valid, valid)
     known = tree_sum(jnp.where(_first_visits(index, seen, pop), slacks, 0.0))
     if config.design == "wor":
-        before = jnp.where(state.valid, jnp.take_along_axis(pop.law, state.index, axis=1), 0.0)
+        before = jnp.where(state.valid, weights_at(pop, state.index), 0.0)
         left, removed = 1.0 - tree_sum(before), tree_sum(jnp.where(state.valid, state.slack, 0.0))
         seen_now = jax.vmap(kw.observe_wor)(slack, law, valid, left, removed)
     else:

@@ -60,7 +60,7 @@ def loop(
     return cache, rows, jnp.concatenate([began[None], stamps])
 
 
-def _attend(position, implementation, layer: int, q, k, v, caches: DenseCache):
+def _attend(position, implementation, layer, q, k, v, caches: DenseCache):
     slot = layer % len(caches)
     row = jnp.arange(q.shape[0])
     keys, values = (pool.at[row, position].set(new[:, 0]) for pool, new in zip(caches[slot], (k, v), strict=True))

@@ -44,7 +44,9 @@ class Mode(NamedTuple):
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m skg_jax.bench decode", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m skg_jax.bench decode", description="Decode steps at a published size."
+    )
     parser.add_argument("--config", required=True, help="a published model's name")
     parser.add_argument("--cells", nargs="+", default=["8x65536", "1x131072"], help="batch x context tokens")
     parser.add_argument("--modes", nargs="+", default=[BASELINE, SPARSE, GUARDED], help="see docs/benchmarks")
@@ -239,7 +241,8 @@ def _turns(runs: list[Run], cache, first: int, timed: int, samples, cell) -> Any
 
 def summary(samples: list[Sample]) -> dict[str, Any]:
     """Latencies of a mode over all attempts and over those in which every row was accepted."""
-    joined = Sample(*(np.concatenate([np.atleast_1d(x) for x in field]) for field in zip(*samples, strict=True)))
+    fields: list[Any] = [np.concatenate([np.atleast_1d(x) for x in field]) for field in zip(*samples, strict=True)]
+    joined: Any = Sample(*fields)
     accepted = (joined.verdict == Verdict.ACCEPT).all(1)
     audited = ~joined.forced & (joined.bound > 0)
     mean = lambda x: float(x[audited].mean()) if audited.any() else None

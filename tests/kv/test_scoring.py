@@ -10,6 +10,7 @@ import pytest
 from skg_jax.kv import cache as kv
 from skg_jax.kv import scoring
 from skg_jax.kv.cache import PagedKVCache
+from skg_jax.kv.sketch import BoundKind
 from skg_jax.types import BLOCK, PAGE_SIZES
 from tests.kv import oracle
 
@@ -71,7 +72,8 @@ def test_scores_bound_the_mass_of_every_page_wherever_its_block_lies(page_size, 
 def test_what_the_kernel_cannot_do_is_said_if_it_is_asked_for():
     cache, length = scattered(), jnp.asarray(LENGTHS)
     q = jnp.ones((3, K * G, H))
-    for kind, sentence in (("sketch", "head dim of 64 or 128, not 10"), ("box", "no box bounds")):
+    refused: dict[BoundKind, str] = {"sketch": "head dim of 64 or 128, not 10", "box": "no box bounds"}
+    for kind, sentence in refused.items():
         with pytest.raises(NotImplementedError, match=sentence):
             scoring.score_pages(q, cache, jnp.int32(0), length, 16, kind, implementation="mosaic_gpu")
 
