@@ -72,8 +72,8 @@ class Guard:
     """Sizes of the audit rounds, in multiples of the first."""
     design: Literal["pps", "wor", "boundary"] = "pps"
     """How pages are drawn; all but pps are for comparison."""
-    bounds: Literal["sketch", "box"] = "sketch"
-    """Source of the bounds on unread pages; box is for comparison."""
+    bounds: Literal["sketch", "group", "box"] = "sketch"
+    """Source of the bounds on unread pages: a norm per token, or one per block; box is for comparison."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

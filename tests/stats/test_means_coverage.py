@@ -174,6 +174,7 @@ def test_repeated_looks_at_a_fixed_time_interval_are_noticed():
     assert counts["ever"] > allowed(REPS) and counts["last"] <= allowed(REPS)
 
 
+@pytest.mark.slow
 def test_widths_are_ordered_as_published():
     """Betting is narrowest and, where the variance is small, empirical Bernstein beats Hoeffding."""
     x = jnp.asarray(np.random.default_rng(2).beta(10, 30, 2000), jnp.float32)

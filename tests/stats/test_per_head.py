@@ -106,7 +106,9 @@ def reports(lower, upper, x, valid, budgets, level, config=COARSE):
     return jax.vmap(one)(jax.random.split(jax.random.key(4), REPS))
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.05, 0.01])
+@pytest.mark.parametrize(
+    "alpha", [pytest.param(0.1, marks=pytest.mark.slow), 0.05, pytest.param(0.01, marks=pytest.mark.slow)]
+)
 def test_one_bad_head_beside_good_ones_is_rarely_accepted(alpha):
     """Every population in turn is the bad head, just above its budget; two loose heads beside it pass easily."""
     good = [population("flat"), population("lognormal")]
@@ -123,6 +125,7 @@ def test_one_bad_head_beside_good_ones_is_rarely_accepted(alpha):
             assert np.all(report.passed[:, :2].mean(0) > 0.9)
 
 
+@pytest.mark.slow
 def test_a_correction_that_is_left_out_where_it_is_due_is_noticed():
     """Control: "some head is within its budget" is no conjunctive claim; twelve bad heads err too often."""
     pop = population("half at bound")

@@ -139,8 +139,8 @@ def _reports(lower, upper, x, weights, valid, budget, config):
     return jax.vmap(one)(jax.random.split(jax.random.key(5), REPS))
 
 
-@pytest.mark.parametrize("variant", ["mass", "factors", "exact terms"])
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("variant", ["mass", pytest.param("factors", marks=pytest.mark.slow), "exact terms"])
+@pytest.mark.parametrize("design", ["iid", *(pytest.param(d, marks=pytest.mark.slow) for d in DESIGNS if d != "iid")])
 def test_bound_is_rarely_below_the_truth(design, variant):
     """Going on until accepted or out of rounds, with padding and certain bounds poisoned."""
     for name in POPULATIONS:
@@ -184,6 +184,7 @@ def test_reading_everything_gives_the_sum():
     assert float(report.upper) == pytest.approx(float((weights * x).sum()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rounds_are_one_long_run():
     lower, upper, x = (jnp.float32(v) for v in units(90))
     both = [

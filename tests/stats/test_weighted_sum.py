@@ -84,6 +84,7 @@ def test_intervals_hold_the_sum_and_lie_within_the_known_bounds(name):
     assert np.median(high) < 0.5 * float(upper.sum()) and np.median(low) > 0.2 * truth
 
 
+@pytest.mark.slow
 def test_one_side_takes_all_of_alpha():
     x, lower, upper, p = example("lognormal")
     both, above, below = (
