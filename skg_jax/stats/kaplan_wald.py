@@ -33,7 +33,7 @@ References:
 
 import dataclasses
 import math
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,25 +194,14 @@ def update(state: KWState, observation: Observation) -> tuple[KWState, Info]:
     return update_batch(state, Observation(slack[None], prob[None], valid[None], removed[None], known))
 
 
-@overload
-def update_batch(state: KWState, observation: Observation) -> tuple[KWState, Info]: ...
-
-
-@overload
-def update_batch(state: KWState, observation: Float[Array, "n"], *columns: Array) -> KWState: ...
-
-
-def update_batch(state: KWState, observation, *columns):
+def update_batch(state: KWState, observation: Observation) -> tuple[KWState, Info]:
     """Append n draws in array code.
 
-    Draws beyond the capacity are ignored. That is valid, since which ones is known before they are drawn. Given the
-    columns of an `Observation` one by one, it returns the state alone.
+    Draws beyond the capacity are ignored. That is valid, since which ones is known before they are drawn.
 
     Raises:
         ValueError: outside of jit, for a draw that cannot be; see the module.
     """
-    if columns:
-        return update_batch(state, Observation(observation, *columns))[0]
     dtype, capacity = state.y.dtype, state.y.shape[-1]
     slacks, probs, valid, removed, known = observation
     bad = _impossible(observation)

@@ -302,15 +302,6 @@ def test_a_level_that_is_none_certifies_nothing(level):
             bad()
 
 
-def test_columns_one_by_one_give_the_state_alone():
-    draws = kw.observe_iid(jnp.array([0.5, 0.25]), jnp.array([0.5, 1.0]), jnp.ones(2, bool))
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        kw.update_batch(kw.init(CONFIG), *draws),
-        kw.update_batch(kw.init(CONFIG), draws)[0],
-    )
-
-
 def test_planned_draws_certify_when_slack_is_proportional():
     cap, truth, budget, tail = 1.0, 0.1, 0.3, 11.5
     n = int(np.ceil(kw.planned_draws(cap, truth, budget, tail)))
