@@ -36,7 +36,11 @@ def run(
     config: AuditConfig,
     implementation: Implementation | None = None,
 ) -> AuditReport:
-    """Audit one step; arguments as in the step's audit. Weights say only which heads are covered: those above zero."""
+    """Audit one step; arguments as in the step's audit. Weights say only which heads are covered: those above zero.
+
+    Reads go through XLA whatever the implementation: rows stand under a vmap, in which the kernel was never tried.
+    """
+    del implementation
     layers, batch, kv_heads, pages = evidence.upper.shape
     lower, upper = (jnp.moveaxis(x, 1, 0).reshape(batch, -1, pages) for x in head_shares(evidence, cache, config))
     heads = weights.omega.ravel() > 0
@@ -46,10 +50,10 @@ def run(
         uniform_share=config.uniform_share,
         betting=kw.KWConfig(capacity=READS_OF_A_HEAD),
     )
-    read = functools.partial(_read, evidence=evidence, cache=cache, config=config, implementation=implementation)
+    read = functools.partial(_read, evidence=evidence, cache=cache, config=config)
 
     def row(key, row, lower, upper, tau, level):
-        valid = heads[:, None] & (upper > 0)
+        valid = heads[:, None] & ~(upper <= 0)  # a NaN is a unit of unknown size, not one that is absent
         pop = per_head.population(lower, upper, valid, settings)
         order = per_head.orders(key, pop, settings)
         value = lambda index: jnp.clip(read(row, index).share, lower.ravel()[index], upper.ravel()[index])
@@ -63,14 +67,14 @@ def run(
     return _report(found, reads, used, evidence, weights, budget)
 
 
-def _read(row, index: Int[Array, " n"], *, evidence, cache, config, implementation) -> ShareReads:
+def _read(row, index: Int[Array, " n"], *, evidence, cache, config) -> ShareReads:
     """The units `head * M + page` of one row, each for its own query head."""
     layers, batch, kv_heads, pages = evidence.upper.shape
     group = evidence.q.shape[2] // kv_heads
     layer, kv_head, member, page = jnp.unravel_index(index, (layers, kv_heads, group, pages))
     alone = lambda x: jnp.broadcast_to(x, index.shape)[None]  # as a batch of one row
     place = alone(row), alone(layer), alone(kv_head), alone(page)
-    found = read_shares(place[0], place[1], place[2], place[3], evidence, cache, config, implementation)
+    found = read_shares(place[0], place[1], place[2], place[3], evidence, cache, config, "xla")
     share = jnp.take_along_axis(found.share[0], member[:, None], axis=1)[:, 0]
     return ShareReads(share, *(x[0] for x in found[1:]))
 
@@ -88,10 +92,11 @@ def _report(
 ) -> AuditReport:
     violated = found.violated | (reads.violated & used).any(1)
     corrupt = first_corrupt(reads, used)
-    nothing = ~(evidence.upper > 0).any((0, 2, 3)) & (evidence.unbounded.sum(0) == 0)
+    there = ~(evidence.upper <= 0)
+    nothing = ~there.any((0, 2, 3)) & (evidence.unbounded.sum(0) == 0)
     sound = (evidence.unbounded.sum(0) == 0) & ~violated & (corrupt[:, 0] < 0)
     worst = jnp.where(nothing, 0.0, found.upper.max(1)) + weights.uncovered
-    count = (evidence.upper > 0).sum((0, 2, 3), dtype=jnp.int32)
+    count = there.sum((0, 2, 3), dtype=jnp.int32)
     return AuditReport(
         accepted=sound & jnp.where(nothing, budget.tau >= weights.uncovered, found.accepted),
         bound=jnp.where(sound, worst, jnp.inf),

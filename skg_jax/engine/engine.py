@@ -234,9 +234,7 @@ def load(
     watch = (lambda done, total: progress("load", done, total)) if progress else None
     loaded = registry.load(model, jnp.dtype(name), watch)
     tokens = tokenizer.load(tokenizer_path or loaded.path)
-    if jax.default_backend() == "cpu":
-        loaded = loaded._replace(params=decoder.unstack(loaded.params))
-    return Engine(loaded, tokens, progress)
+    return Engine(loaded._replace(params=decoder.unstack(loaded.params)), tokens, progress)
 
 
 def _keys(prompts: Sequence[tuple[int, ...]], seed: int) -> jax.Array:

@@ -82,6 +82,16 @@ def test_altered_keys_are_named():
     assert (report.corrupt[:, 0] >= 0).mean() > 0.95 and not report.accepted[report.corrupt[:, 0] >= 0].any()
 
 
+def test_queries_that_are_not_numbers_are_never_accepted():
+    """In one layer of one row; and everywhere, which must not look like a step that read everything."""
+    q = synthetic.tensors()[0].copy()
+    q[1, 0] = np.nan
+    for queries in (q, q * np.nan):
+        report = audits(synthetic.step(HEADS, q=queries), HEADS, tau=1e6, alpha=ALPHA)
+        assert not report.accepted.any() and (report.bound == np.inf).all() and report.units.all()
+    assert audits(synthetic.step(HEADS, q=q), HEADS, tau=1e6, alpha=ALPHA, row=1).accepted.all()
+
+
 def test_a_row_with_nothing_unread_is_accepted():
     step = synthetic.step(HEADS, budget=np.inf)
     report = audits(step, HEADS, tau=0.01, alpha=ALPHA)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import decoder, registry
+from models import decoder, layers, registry
 from models.config import ModelConfig
 from tests import golden
 from tests.golden import tiny
@@ -106,6 +106,33 @@ def test_unstacked_layers_give_the_same_numbers_and_are_stacked_again():
     np.testing.assert_allclose(run.logits(apart, CONFIG, tokens), before, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, decoder.stacked(apart), kept)
     np.testing.assert_array_equal(decoder.stacked(apart, "attn", "o", "kernel"), kept["attn"]["o"]["kernel"])
+
+
+def test_an_unrolled_loop_gives_the_same_numbers_carry_and_ys():
+    """The way of a GPU, where `attend` gets its layer as an int."""
+    params = decoder.unstack(decoder.init(CONFIG, jax.random.key(3)))
+    tokens, positions = jnp.arange(10).reshape(2, 5), jnp.broadcast_to(jnp.arange(5), (2, 5))
+
+    def attend(layer, q, k, v, carry):
+        return q + jnp.repeat(k + v, 3, axis=2), carry * 10 + layer + 1, {"k": k}
+
+    run_as = lambda unroll: decoder.hidden_states(
+        params, CONFIG, tokens, positions, attend, jnp.int32(0), unroll=unroll
+    )
+    (x, carry, ys), (other, same, others) = run_as(False), run_as(True)
+    np.testing.assert_allclose(x, other, atol=1e-6)
+    np.testing.assert_allclose(ys["k"], others["k"], atol=1e-6)
+    assert int(carry) == int(same) == 123
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
+def test_rows_that_are_padded_on_an_accelerator_change_nothing(rows, monkeypatch):
+    x, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(rows, 7), (7, 5)]))
+    expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = layers.product(x, kernel)
+    assert found.shape == (rows, 5)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_later_token_changes_nothing_before_it():
