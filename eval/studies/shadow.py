@@ -19,7 +19,7 @@ from skg_jax.decode import seal_full, shadow_attempt
 from skg_jax.engine import Engine, Options
 from skg_jax.engine.run import attempt_of
 from skg_jax.guard import Attempt
-from skg_jax.kv.scoring import score_pages
+from skg_jax.kv.scoring import room_for_bounds, score_pages
 from skg_jax.types import BLOCK
 
 
@@ -66,7 +66,7 @@ def heads(evidence, cache, job, length: int) -> Iterator[tuple[tuple[int, int], 
     """((layer, query head), what `head_truth` says of it) of row 0."""
     scores = jax.device_get(_scores(evidence.q, cache, jnp.asarray([length]), job.program.audit))
     page = job.program.audit.page_size
-    read, queries = np.asarray(evidence.read)[:, 0], np.asarray(evidence.q, np.float64)[:, 0]
+    read, queries = ~np.asarray(evidence.unread)[:, 0], np.asarray(evidence.q, np.float64)[:, 0]
     table = np.asarray(cache.page_table)[0, : -(-length // BLOCK)]
     for layer in range(queries.shape[0]):
         k, v = (_tokens(pool, layer, table, length) for pool in (cache.k, cache.v))
@@ -114,8 +114,9 @@ def _tokens(pool, layer: int, table: np.ndarray, length: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames="audit")
 def _scores(q, cache, length, audit):
     def layer(args):
-        found = score_pages(args[1], cache, args[0], length, audit.page_size, audit.bounds)
-        return found.lower, found.upper
+        room = room_for_bounds(cache, q.shape[2], audit.page_size)
+        _, bounds = score_pages(args[1], cache, args[0], length, audit.page_size, audit.bounds, room)
+        return bounds.lower[args[0]], bounds.upper[args[0]]
 
     return jax.lax.map(layer, (jnp.arange(q.shape[0]), q))
 

@@ -70,7 +70,8 @@ def run(
         """As many draws as the first round has; later rounds are several of these."""
         drawn, law = draw(key, pop, order, state.parts, state.offset, size)
         slots = (jnp.arange(size) < jnp.ceil(config.rate * pop.count)[:, None]) & (law > 0)
-        reads = read_units(drawn, evidence, cache, weights.omega, config, implementation)
+        # Made before they are counted: fused into sums over few rows they would take a GPU ten times as long.
+        reads = jax.lax.optimization_barrier(read_units(drawn, evidence, cache, weights.omega, config, implementation))
         state = _absorb(state, pop, drawn, law, slots & ~state.done[:, None], reads, config)
         return _judge(state, pop, limit, jnp.any(state.parts == ends), kw_config)
 

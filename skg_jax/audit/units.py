@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from skg_jax.audit.config import AuditConfig
 from skg_jax.kv import sketch
 from skg_jax.kv.cache import PagedKVCache, current
-from skg_jax.kv.sketch import PageScores
+from skg_jax.pallas.sketch_score import Bounds
 from skg_jax.selectors.base import Selection
 from skg_jax.types import BLOCK
 
@@ -34,8 +34,6 @@ class LayerEvidence(NamedTuple):
     q: Float[Array, "*L B N H"]
     lse: Float[Array, "*L B N"]  # log of the mass that attention read
     out_norm: Float[Array, "*L B N"]  # |o| of the sparse output, the unit of the output residual
-    log_lower: Float[Array, "*L B K G M"]  # bounds of every page's log-mass
-    log_upper: Float[Array, "*L B K G M"]
     read: Bool[Array, "*L B K M"]  # pages that attention read
 
 
@@ -45,8 +43,9 @@ class HeadBounds(NamedTuple):
     log_selected: Float[Array, "L B N"]  # log W_S, rounded down
     total: Float[Array, "L B N"]  # (W_S + sum of L) / W_S
     out_norm: Float[Array, "L B N"]
-    log_lower: Float[Array, "L B K G M"]  # -inf where there is nothing unread
+    log_lower: Float[Array, "L B K G M"]  # of all pages' log-masses
     log_upper: Float[Array, "L B K G M"]
+    unread: Bool[Array, "L B K M"]
 
 
 class StepEvidence(NamedTuple):
@@ -54,14 +53,14 @@ class StepEvidence(NamedTuple):
     more than the bounds of a layer."""
 
     q: Float[Array, "L B N H"]
-    log_selected: Float[Array, "L B N"]  # these five: see HeadBounds
+    log_selected: Float[Array, "L B N"]  # these six: see HeadBounds
     total: Float[Array, "L B N"]
     out_norm: Float[Array, "L B N"]
     log_lower: Float[Array, "L B K G M"]
     log_upper: Float[Array, "L B K G M"]
+    unread: Bool[Array, "L B K M"]
     lower: Float[Array, "L B K M"]  # l of each unit, weights applied, 0 where there is nothing unread
     upper: Float[Array, "L B K M"]  # c of each unit
-    read: Bool[Array, "L B K M"]
     unbounded: Int[Array, "L B"]  # unread pages without valid bounds: the step cannot be certified
 
 
@@ -69,16 +68,16 @@ def layer_evidence(
     q: Float[Array, "B N H"],
     out: Float[Array, "B N H"],
     lse: Float[Array, "B N"],
-    scores: PageScores,
     selection: Selection,
 ) -> LayerEvidence:
     """What the audit will ask of one layer."""
     norm = jnp.linalg.norm(out.astype(jnp.float32), axis=-1)
-    return LayerEvidence(q, lse, norm, scores.lower, scores.upper, selection.read)
+    return LayerEvidence(q, lse, norm, selection.read)
 
 
 def step_evidence(
     layers: LayerEvidence,
+    bounds: Bounds,
     cache: PagedKVCache,
     omega: Float[Array, "L N"],
     length: Int[Array, " B"],
@@ -87,24 +86,24 @@ def step_evidence(
     """Reduce the bounds of all unread pages to units.
 
     Args:
-      layers: stacked. cache: the version that the step used. length: tokens in it, this step's included.
+      layers: stacked. bounds: of all pages. cache: the version that the step used. length: tokens in it, this step's
+        included.
     """
-    read = layers.read
-    in_use = jnp.arange(read.shape[-1]) < -(-length // config.page_size)[:, None]
-    unread = in_use[:, None] & ~read
+    in_use = jnp.arange(layers.read.shape[-1]) < -(-length // config.page_size)[:, None]
+    unread = in_use[:, None] & ~layers.read
     known = jnp.repeat(current(cache), config.parts, axis=1)
-    hide = lambda x: jnp.where(unread[..., None, :], x, -jnp.inf)
-    log_lower, log_upper = hide(layers.log_lower), hide(layers.log_upper)
     log_selected = layers.lse - _lse_slack(layers.q, cache, length)
-    total = 1.0 + _mass(log_lower - log_selected.reshape(*read.shape[:3], -1, 1)).sum(-1)
-    bounds = HeadBounds(log_selected, total.reshape(log_selected.shape), layers.out_norm, log_lower, log_upper)
-    weight = omega.reshape(len(omega), 1, read.shape[2], -1, 1)
+    mass = _mass(bounds.lower - log_selected.reshape(*unread.shape[:3], -1, 1))
+    total = 1.0 + jnp.where(unread[..., None, :], mass, 0.0).sum(-1)
+    total = total.reshape(log_selected.shape)
+    heads = HeadBounds(log_selected, total, layers.out_norm, bounds.lower, bounds.upper, unread)
+    weight = omega.reshape(len(omega), 1, unread.shape[2], -1, 1)
     # Head by head and not as a reduction over four of them, which a GPU does five times slower.
     add = lambda share: sum(weight[..., g, :] * share[..., g, :] for g in range(share.shape[3]))
     # Made once: XLA would otherwise fuse them into every sum over the population, 1.7 ms a step at 8 x 64K tokens.
-    lower, upper = jax.lax.optimization_barrier(tuple(add(share) for share in _shares(bounds, cache, config)))
+    lower, upper = jax.lax.optimization_barrier(tuple(add(share) for share in _shares(heads, cache, config)))
     unbounded = (unread & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
-    return StepEvidence(layers.q, *bounds, lower / UP, upper * UP, read, unbounded)
+    return StepEvidence(layers.q, *heads, lower / UP, upper * UP, unbounded)
 
 
 def head_shares(
@@ -117,11 +116,11 @@ def head_shares(
 
 
 def _shares(bounds: HeadBounds, cache: PagedKVCache, config: AuditConfig):
-    """Bounds of x_j, [L, B, K, G, M], not yet rounded."""
+    """Bounds of x_j, [L, B, K, G, M], not yet rounded; 0 where there is nothing unread."""
     group = lambda x: x.reshape(*bounds.log_lower.shape[:4], 1)
     relative = lambda x: x - group(bounds.log_selected)
     log_rest = log_denominator(relative(bounds.log_lower), group(bounds.total))
-    share = lambda x: jax.nn.sigmoid(relative(x) - log_rest)
+    share = lambda x: jnp.where(bounds.unread[..., None, :], jax.nn.sigmoid(relative(x) - log_rest), 0.0)
     if config.residual == "mass":
         return share(bounds.log_lower), share(bounds.log_upper)
     value_norm = jnp.moveaxis(cache.value_norm[:, cache.page_table], 3, 2)[..., None, :]

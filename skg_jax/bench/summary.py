@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from skg_jax.bench.latency import percentiles
 from skg_jax.engine import Result
 
 
@@ -41,7 +40,7 @@ def summarize(trials: Sequence[dict[str, Any]], mode: str) -> dict[str, Any]:
     speedup = [dense[t["trial"]]["tpot_s"] / t["tpot_s"] for t in mine]
     named = ("ttft_s", "e2e_s", "tpot_s", "decode_tok_s", "prefill_tok_s", "read_fraction")
     return {name: _spread([t[name] for t in mine]) for name in named} | {
-        "itl_s": _percentiles([itl for t in mine for itl in t["itl_s"]]),
+        "itl_s": percentiles([itl for t in mine for itl in t["itl_s"]]),
         "speedup_over_dense": _spread(speedup),
         "bytes": {name: round(statistics.fmean(t["bytes"][name] for t in mine)) for name in mine[0]["bytes"]},
         "verdicts": {name: sum(t["verdicts"][name] for t in mine) for name in mine[0]["verdicts"]},
@@ -76,8 +75,3 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
 
 def _spread(values: Sequence[float]) -> dict[str, float | int]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float | int]:
-    points = np.percentile(values, (50, 95, 99))
-    return {f"p{p}": float(value) for p, value in zip((50, 95, 99), points, strict=True)} | {"n": len(values)}

@@ -20,6 +20,7 @@ from skg_jax.decode.state import AUDIT_STREAM, NO_TOKEN, SAMPLE_STREAM, Program,
 from skg_jax.guard import policy as guard
 from skg_jax.kv import cache as kv
 from skg_jax.kv.cache import PagedKVCache
+from skg_jax.kv.scoring import room_for_bounds
 from skg_jax.types import Params
 
 
@@ -54,13 +55,15 @@ def sparse_step(
     """
     budget = jnp.take_along_axis(requests.policy.budgets, rows.tier[:, None], axis=1)[:, 0]
     attend = layers.sparse_attend(program, rows.position, jnp.where(rows.done, 1.0, budget))
-    carry = (cache, program.selector.init())
-    x, (cache, _), trace = _layers(params, program, rows, attend, carry)
+    room = room_for_bounds(cache, program.model.num_heads, program.audit.page_size) if program.guarded else None
+    carry = (cache, program.selector.init(), room)
+    x, (cache, _, bounds), trace = _layers(params, program, rows, attend, carry)
     if trace.evidence is None:
         return Attention(x, cache, _no_report(rows), trace.selected.sum(0), jnp.zeros_like(rows.tier)), None
     key = stream(requests.key, AUDIT_STREAM, rows.attempt)
     limit = guard.budget(requests.policy, rows.guard)
-    evidence = audit.step_evidence(trace.evidence, cache, requests.weights.omega, rows.position + 1, program.audit)
+    omega, length = requests.weights.omega, rows.position + 1
+    evidence = audit.step_evidence(trace.evidence, bounds, cache, omega, length, program.audit)
     report = audit.run(key, evidence, cache, requests.weights, limit, program.audit, program.implementation)
     return Attention(x, cache, report, trace.selected.sum(0), evidence.unbounded.sum(0)), evidence
 

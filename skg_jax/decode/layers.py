@@ -24,27 +24,27 @@ class LayerTrace(NamedTuple):
 
 
 def sparse_attend(program: Program, position: Int[Array, " B"], budget: Float[Array, " B"]):
-    """Attention callback over the pages that the selector takes. Carry: (cache, selector state)."""
+    """Attention callback over the pages that the selector takes. Carry: (cache, selector state, all bounds)."""
     audit, length = program.audit, position + 1
 
     def attend(layer, q, k, v, carry):
-        cache, selector_state = carry
+        cache, selector_state, bounds = carry
         cache = kv.append(cache, layer, k[:, 0], v[:, 0], position, program.implementation)
         kind = audit.bounds if program.guarded else None  # who does not audit needs no bounds
-        scores = score_pages(
-            q[:, 0], cache, layer, length, audit.page_size, kind, implementation=program.implementation
+        estimate, bounds = score_pages(
+            q[:, 0], cache, layer, length, audit.page_size, kind, bounds, program.implementation
         )
         must = forced_pages(cache, length, audit.page_size, audit.sink_pages, audit.recent_pages)
-        ctx = SelectContext(scores, must, -(-length // audit.page_size), layer)
+        ctx = SelectContext(estimate, must, -(-length // audit.page_size), layer)
         selection, selector_state = program.selector.select(ctx, selector_state, budget)
         out, lse = attention.sparse(
             q[:, 0], cache, layer, selection, length, audit.page_size, implementation=program.implementation
         )
         evidence = None
         if program.guarded:
-            evidence = layer_evidence(q[:, 0], out, lse, scores, selection)
+            evidence = layer_evidence(q[:, 0], out, lse, selection)
         trace = LayerTrace(selection.num_pages.sum(1), evidence)
-        return out[:, None].astype(q.dtype), (cache, selector_state), trace
+        return out[:, None].astype(q.dtype), (cache, selector_state, bounds), trace
 
     return attend
 

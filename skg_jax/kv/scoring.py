@@ -11,7 +11,7 @@ from skg_jax.kv.cache import PagedKVCache, current
 from skg_jax.kv.sketch import BoundKind, PageScores
 from skg_jax.pallas import dispatch
 from skg_jax.pallas.dispatch import Implementation
-from skg_jax.pallas.sketch_score import Bound, sketch_score
+from skg_jax.pallas.sketch_score import Bound, Bounds, sketch_score
 from skg_jax.types import BLOCK
 
 _CHUNK_BLOCKS = 16
@@ -25,17 +25,18 @@ def score_pages(
     length: Int[Array, " B"],
     page_size: int,
     kind: BoundKind | None = "sketch",
+    bounds: Bounds | None = None,
     implementation: Implementation | None = None,
-) -> PageScores:
-    """Estimate and bounds of the log-mass of every page, [B, K, G, M], float32.
+) -> tuple[Float[Array, "B K G M"], Bounds | None]:
+    """Estimate of the log-mass of every page, float32, and the bounds of all layers, those of this one among them.
 
     Of pages in blocks without current metadata, or past the length, nothing is known: estimate and lower bound are
     -inf, the upper +inf.
 
     Args:
       q: of the token being decoded, in any float dtype.
-      kind: see `sketch.page_scores`; the kernel knows "sketch" and "group". None: nobody will look at the bounds, and
-        the kernel leaves them out.
+      kind: see `sketch.page_scores`; the kernel knows "sketch" and "group". None: no bounds.
+      bounds: where those of this layer are written, in place; see `room_for_bounds`. Not needed without bounds.
       implementation: None takes the kernel where the machine and the case allow it. Its bounds are wider by 1 to 3
         percent, the rounding of float16 operands.
 
@@ -43,17 +44,28 @@ def score_pages(
       NotImplementedError: if "mosaic_gpu" was asked for and cannot do the case.
     """
     grouped = q.reshape(q.shape[0], cache.k.shape[2], -1, q.shape[-1])
-    args = cache, layer, length, page_size
-    twin = lambda: _xla(grouped.astype(jnp.float32), *args, kind or "sketch")
-    return dispatch.choose(implementation, lambda: _kernel(grouped, *args, kind), twin)
+    args = cache, layer, length, page_size, kind, bounds
+    twin = lambda: _put(_xla(grouped.astype(jnp.float32), *args[:4], kind or "sketch"), layer, bounds)
+    return dispatch.choose(implementation, lambda: _kernel(grouped, *args), twin)
 
 
-def _kernel(q, cache: PagedKVCache, layer, length, page_size: int, kind: BoundKind | None) -> PageScores:
+def room_for_bounds(cache: PagedKVCache, num_heads: int, page_size: int) -> Bounds:
+    """Arrays of any content for the bounds of all layers."""
+    layers, _, heads = cache.k.shape[:3]
+    shape = (layers, len(cache.page_table), heads, num_heads // heads, cache.max_blocks * (BLOCK // page_size))
+    return Bounds(jax.lax.empty(shape, jnp.float32), jax.lax.empty(shape, jnp.float32))
+
+
+def _put(found: PageScores, layer, bounds: Bounds | None):
+    put = lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+    return found.estimate, bounds and Bounds(put(bounds.lower, found.lower), put(bounds.upper, found.upper))
+
+
+def _kernel(q, cache: PagedKVCache, layer, length, page_size: int, kind: BoundKind | None, bounds: Bounds | None):
     if kind == "box":
         raise NotImplementedError("The kernel has no box bounds, which are for comparison.")
     where = cache.page_table, current(cache), length, layer
-    found = sketch_score(q, *cache.sketch, *where, page_size=page_size, bound=_BOUNDS[kind])
-    return PageScores(*found)  # pyright: ignore[reportArgumentType]: None where nobody looks
+    return sketch_score(q, *cache.sketch, *where, bounds, page_size=page_size, bound=_BOUNDS[kind])
 
 
 def _xla(q: Float[Array, "B K G H"], cache: PagedKVCache, layer, length, page_size: int, kind: BoundKind) -> PageScores:

@@ -2,13 +2,13 @@
 
 A producer warp copies the records of a few heads of a block, one stage of a ring, into shared memory; consumer
 warpgroups take stages in turn, one warp a unit (`sketch_unit`), and write natural logarithms. Nothing crosses warps.
-The XLA twin is `skg_jax.kv.scoring`.
+Bounds go where those of all layers lie, so that nobody has to gather them. The XLA twin is `skg_jax.kv.scoring`.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,11 @@ from skg_jax.pallas.sketch_unit import Bound
 from skg_jax.types import BLOCK
 
 
-class Scores(NamedTuple):
-    """Natural logarithms of page masses, float32; the bounds are None if none were asked for."""
+class Bounds(NamedTuple):
+    """Of the log-masses of the pages of all layers, float32."""
 
-    estimate: Float[Array, "B K G M"]
-    lower: Float[Array, "B K G M"] | None
-    upper: Float[Array, "B K G M"] | None
+    lower: Float[Array, "L B K G M"]
+    upper: Float[Array, "L B K G M"]
 
 
 def sketch_score(
@@ -43,13 +42,14 @@ def sketch_score(
     known: Bool[Array, "B Mb"],
     length: Int[Array, " B"],
     layer: Int[Array, ""],
+    bounds: Bounds | None = None,
     *,
     page_size: int,
     bound: Bound = "token",
     config: SketchScoreConfig | None = None,
     interpret: bool | None = None,
-) -> Scores:
-    """Log-mass of every page: log of the sum of exp(q.k / sqrt(H)) over its tokens.
+) -> tuple[Float[Array, "B K G M"], Bounds | None]:
+    """Natural logarithm of the mass of every page: of the sum of exp(q.k / sqrt(H)) over its tokens.
 
     Args:
       q: queries of one layer, float16, bfloat16 or float32. A query in float32 is used as float16, which the bounds
@@ -57,11 +57,14 @@ def sketch_score(
       codes, low, step, residual, norms: fields of a cache's `Sketch`. Blocks past the length are not read.
       known: whether the record of a logical block describes its present content.
       length: tokens of each sequence; its last block is scored whole.
+      layer: index into L.
+      bounds: those of `layer` are written in place, into arrays of any content; inside of a jit that owns them nothing
+        is copied. Needed unless bound is "none".
       bound: "token" bounds every token by its own residual, "group" all of a block by one number, "none" does not.
       interpret: None compiles for a GPU and interprets elsewhere.
 
-    Returns: arrays [B, K, G, M], M = 64/C Mb. Of blocks that are not known, or past the length, estimate and lower
-      bound are -inf and the upper is inf; so are bounds of a query or score beyond float32.
+    Returns: the estimate [B, K, G, M], M = 64/C Mb, float32, and the bounds. Of blocks that are not known, or past the
+      length, estimate and lower bound are -inf and the upper is inf; so are bounds of a query or score beyond float32.
 
     Raises:
       NotImplementedError: for a shape or dtype that the kernel does not know.
@@ -72,28 +75,33 @@ def sketch_score(
     plan = plan_launch(q, page_table.shape[1], page_size, bound, config)
     record = {"codes": codes, "low": low, "step": step, "residual": residual, "norms": norms}
     where = page_table, known.astype(jnp.int32), length, jnp.asarray(layer, jnp.int32).reshape(1)
-    return _score(q, record, where, plan, emulated)
+    return _score(q, record, where, bounds if bound != "none" else None, plan, emulated)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _score(q, record: dict[str, Array], where, plan: Plan, emulated: bool) -> Scores:
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _score(q, record: dict[str, Array], where, bounds: Bounds | None, plan: Plan, emulated: bool):
     rows = lambda pool, width: pool.reshape(pool.shape[0] * pool.shape[1], -1, width)  # the same memory
     pools = [rows(record[name], width) for name, (_, width, _) in plan.fields.items()]
+    places = [jax.new_ref(x) for x in bounds or ()]
     batch, kv_heads, group, _ = q.shape
-    result = jax.ShapeDtypeStruct((batch, kv_heads, group, plan.pages), jnp.float32)
-    out = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, blocks=record["codes"].shape[1], emulated=emulated),
-        out_type=[result] * len(plan.names),
-        scratch_types=_scratch(plan),
+    mesh = plgpu.Mesh(
         grid=(batch, kv_heads // plan.heads, plan.splits),
         grid_names=("row", "heads", "split"),
         num_threads=plan.config.groups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not emulated),
-        interpret=dispatch.interpret(emulated),
         kernel_name="sketch_score",
-    )(q, *pools, *where)
-    return Scores(*out, *[None] * (3 - len(out)))
+    )
+    kernel = functools.partial(_kernel, plan=plan, blocks=record["codes"].shape[1], emulated=emulated)
+    run: Any = pl.kernel(
+        lambda *gmem: pl.run_scoped(functools.partial(kernel, *gmem), collective_axes="warpgroup", **_scratch(plan)),
+        [jax.ShapeDtypeStruct((batch, kv_heads, group, plan.pages), jnp.float32)],
+        mesh=mesh,
+        name="sketch_score",
+        interpret=dispatch.interpret(emulated) or False,
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not emulated),
+    )
+    (estimate,) = run(*places, q, *pools, *where)
+    return estimate, Bounds(*(jax.freeze(place) for place in places)) if bounds else None
 
 
 def _scratch(plan: Plan):
@@ -106,13 +114,16 @@ def _scratch(plan: Plan):
     )
 
 
-def _kernel(q_gmem, *refs, plan: Plan, blocks: int, emulated: bool, smem, query_ready, ready, free):
-    """q [B,K,G,H]; pools [L*P, rows, width]; table, known [B,Mb]; length [B]; layer [1]; outs [B,K,G,M].
+def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, ready, free):
+    """Bounds [Lb,B,K,G,M] if any; q [B,K,G,H]; pools [L*P, rows, width]; table, known [B,Mb]; length [B]; layer [1];
+    estimate [B,K,G,M].
 
     A task is a stage of this thread block: some heads of one or a few blocks.
     """
+    bound_refs, (q_gmem, *refs) = gmem[: len(plan.names) - 1], gmem[len(plan.names) - 1 :]
     pools = dict(zip(plan.fields, refs, strict=False))
-    table_gmem, known_gmem, length_gmem, layer_gmem, *outs = refs[len(pools) :]
+    table_gmem, known_gmem, length_gmem, layer_gmem, estimate_gmem = refs[len(pools) :]
+    outs = [estimate_gmem, *[ref.at[layer_gmem[0]] for ref in bound_refs]]
     row, heads, split = (lax.axis_index(name) for name in ("row", "heads", "split"))
     warpgroup, groups = lax.axis_index("warpgroup"), plan.config.groups
     head0 = heads * plan.heads

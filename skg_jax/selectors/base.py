@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from skg_jax.kv.sketch import PageScores
 from skg_jax.pallas.select import LOG_FLOOR
 
 
@@ -27,7 +26,7 @@ class Selection(NamedTuple):
 class SelectContext(NamedTuple):
     """What a selector may look at in one layer of one step."""
 
-    scores: PageScores  # [B, K, G, M] log-masses from the sketch
+    estimate: Float[Array, "B K G M"]  # of the pages' log-masses, from the sketch
     must_read: Bool[Array, "B M"]  # pages without valid bounds, sinks, the recent window
     total_pages: Int[Array, " B"]  # pages in use by each sequence
     layer: Int[Array, ""]
@@ -58,7 +57,7 @@ def estimated_share(ctx: SelectContext) -> Float[Array, "B K M"]:
     has no say then. A page below exp(LOG_FLOOR) of the head's best counts as nothing, so that no share is a denormal
     number, which machines treat differently.
     """
-    estimate = jnp.where(valid_pages(ctx)[:, None, None], ctx.scores.estimate, -jnp.inf)
+    estimate = jnp.where(valid_pages(ctx)[:, None, None], ctx.estimate, -jnp.inf)
     below_best = estimate - estimate.max(-1, keepdims=True)
     mass = jnp.where(below_best >= LOG_FLOOR, jnp.exp(below_best), 0.0)
     share = mass * (1.0 / jnp.maximum(mass.sum(-1, keepdims=True), 1.0))  # the best page alone is 1

@@ -10,7 +10,7 @@ from skg_jax.selectors.base import Selector, take
 def dense() -> Selector:
     def select(ctx, state, budget):
         del budget  # there is nothing to save
-        groups = ctx.scores.estimate.shape[1]
+        groups = ctx.estimate.shape[1]
         return take(ctx, jnp.ones((*ctx.must_read.shape[:1], groups, ctx.must_read.shape[1]), bool)), state
 
     return Selector("dense", lambda: (), select)

@@ -23,7 +23,7 @@ def topk(implementation: Implementation | None = None) -> Selector:
     """
 
     def choose(ctx, state, budget):
-        kernel = lambda: Selection(*select.topk(ctx.scores.estimate, ctx.must_read, ctx.total_pages, budget))
+        kernel = lambda: Selection(*select.topk(ctx.estimate, ctx.must_read, ctx.total_pages, budget))
         return dispatch.choose(implementation, kernel, lambda: largest(ctx, budget)), state
 
     return Selector("topk", lambda: (), choose)

@@ -23,7 +23,7 @@ def topp(implementation: Implementation | None = None) -> Selector:
     """
 
     def choose(ctx, state, budget):
-        kernel = lambda: Selection(*select.topp(ctx.scores.estimate, ctx.must_read, ctx.total_pages, budget))
+        kernel = lambda: Selection(*select.topp(ctx.estimate, ctx.must_read, ctx.total_pages, budget))
         return dispatch.choose(implementation, kernel, lambda: smallest(ctx, budget)), state
 
     return Selector("topp", lambda: (), choose)

@@ -14,7 +14,7 @@ from skg_jax import attention, audit
 from skg_jax.audit import AuditConfig, HeadWeights, StepEvidence
 from skg_jax.kv import cache as kv
 from skg_jax.kv.cache import PagedKVCache
-from skg_jax.kv.scoring import forced_pages, score_pages
+from skg_jax.kv.scoring import forced_pages, room_for_bounds, score_pages
 from skg_jax.selectors import SelectContext, Selection, topk
 from skg_jax.types import BLOCK
 from tests.audit.lies import HONEST, Lies, told
@@ -108,19 +108,21 @@ def head_weights(seed: int = 1, uncovered: float = 0.0) -> HeadWeights:
 def attend(q, cache: PagedKVCache, budget, omega, obedient, lies: Lies, config: AuditConfig):
     """All layers of one step, on given queries. In rows [B] that are not `obedient` the selector forgets its duties."""
     selector, length = topk(), jnp.asarray(LENGTHS)
+    room = room_for_bounds(cache, N, config.page_size)
 
     def one(args):
         layer, q = args
-        scores = score_pages(q, cache, layer, length, config.page_size, config.bounds)
+        estimate, bounds = score_pages(q, cache, layer, length, config.page_size, config.bounds, room)
         must = forced_pages(cache, length, config.page_size, config.sink_pages, config.recent_pages)
-        ctx = SelectContext(scores, must & obedient[:, None], -(-length // config.page_size), layer)
+        ctx = SelectContext(estimate, must & obedient[:, None], -(-length // config.page_size), layer)
         selection, _ = selector.select(ctx, (), budget)
         out, lse = attention.sparse(q, cache, layer, selection, length, config.page_size)
-        return out, lse, selection, audit.layer_evidence(q, out, lse, scores, selection)
+        bounds = jax.tree.map(lambda x: x[layer], bounds)
+        return out, lse, selection, bounds, audit.layer_evidence(q, out, lse, selection)
 
     with told(lies):
-        out, lse, selection, layers = jax.lax.map(one, (jnp.arange(L), q))
-        return out, lse, selection, audit.step_evidence(layers, cache, omega, length, config)
+        out, lse, selection, bounds, layers = jax.lax.map(one, (jnp.arange(L), q))
+        return out, lse, selection, audit.step_evidence(layers, bounds, cache, omega, length, config)
 
 
 def step(

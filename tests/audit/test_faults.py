@@ -152,7 +152,7 @@ def test_a_selector_that_leaves_a_page_without_bounds_unread_is_never_accepted()
 def test_the_same_page_read_costs_nothing():
     step = synthetic.step(CONFIG, cache=stale())
     assert not np.asarray(step.evidence.unbounded).any()
-    read = np.asarray(step.evidence.read)[:, 0].reshape(*step.evidence.read.shape[::2][:1], synthetic.K, -1)
+    read = ~np.asarray(step.evidence.unread)[:, 0]
     assert read[..., 2 * CONFIG.parts : 3 * CONFIG.parts].all()
     assert audits(step, CONFIG, tau=1e6).accepted.all()
 
@@ -160,7 +160,7 @@ def test_the_same_page_read_costs_nothing():
 def test_an_unread_page_without_bounds_may_hold_everything():
     step = synthetic.step(CONFIG, cache=stale(), obedient=(False, True))
     unknown = np.s_[:, 0, :, 2 * CONFIG.parts : 3 * CONFIG.parts]
-    unread = ~np.asarray(step.evidence.read)[unknown]
+    unread = np.asarray(step.evidence.unread)[unknown]
     omega = np.asarray(step.weights.omega).reshape(synthetic.L, synthetic.K, 1, -1).sum(-1)
     upper = np.asarray(step.evidence.upper)[unknown]
     np.testing.assert_allclose(upper[unread], np.broadcast_to(omega, upper.shape)[unread], rtol=1e-5)

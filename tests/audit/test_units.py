@@ -131,7 +131,7 @@ def test_the_output_residual_bounds_the_change_of_every_heads_output(shrink):
 def test_the_output_residual_is_attained_by_unread_values_opposite_to_the_output():
     """Values +e where a page was read and -e where not: the output e changes by exactly twice the dropped mass."""
     config = AuditConfig(residual="output")
-    read = np.asarray(synthetic.step(config).evidence.read)
+    read = ~np.asarray(synthetic.step(config).evidence.unread)
     cache, e = synthetic.filled(), np.eye(H)[3]
     v = np.array(cache.v)
     for (layer, row, head, page), was_read in np.ndenumerate(read):

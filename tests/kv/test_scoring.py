@@ -20,8 +20,18 @@ LENGTHS = np.array([BLOCKS * BLOCK - 5, 100, 17 * BLOCK], np.int32)
 UNFIT, STALE = (0, 7), (2, 16)  # (row, logical block) that is full but without metadata
 
 seal = jax.jit(kv.seal)
-score_pages = jax.jit(scoring.score_pages, static_argnames=("page_size", "kind"))
 forced_pages = jax.jit(scoring.forced_pages, static_argnames=("page_size", "sink_pages", "recent_pages"))
+
+
+@functools.partial(jax.jit, static_argnames=("page_size", "kind"))
+def score_layers(q, cache: PagedKVCache, page_size: int, kind: BoundKind):
+    """Estimates and bounds of all layers, [L, B, K, G, M], the last layer first."""
+    estimates, bounds = [], scoring.room_for_bounds(cache, K * G, page_size)
+    for layer in reversed(range(L)):
+        args = q, cache, jnp.int32(layer), jnp.asarray(LENGTHS), page_size, kind, bounds
+        estimate, bounds = scoring.score_pages(*args)
+        estimates.append(estimate)
+    return jnp.stack(estimates[::-1]), bounds
 
 
 @functools.cache
@@ -54,19 +64,19 @@ def known_blocks() -> np.ndarray:
 def test_scores_bound_the_mass_of_every_page_wherever_its_block_lies(page_size, kind):
     cache = scattered()
     q = np.random.default_rng(1).normal(size=(3, K * G, H)).astype(np.float32)
+    estimates, bounds = score_layers(q, cache, page_size, kind)
     for layer in range(L):
-        found = score_pages(q, cache, jnp.int32(layer), jnp.asarray(LENGTHS), page_size=page_size, kind=kind)
         keys = np.asarray(cache.k)[layer, np.asarray(cache.page_table)]  # [B, Mb, K, 64, H]
         keys = keys.swapaxes(1, 2).reshape(3, K, BLOCKS * BLOCK, H)
         exact = oracle.log_mass(oracle.logits(q.reshape(3, K, G, H), keys), page_size)
         known = np.broadcast_to(known_blocks().repeat(BLOCK // page_size, axis=1)[:, None, None], exact.shape)
-        lower, upper = np.asarray(found.lower), np.asarray(found.upper)
+        lower, upper, estimate = (np.asarray(x[layer]) for x in (*bounds, estimates))
         assert (lower[known] <= exact[known]).all() and (exact[known] <= upper[known]).all()
-        assert np.isfinite(np.asarray(found.estimate)[known]).all()
+        assert np.isfinite(estimate[known]).all()
         in_use = np.arange(exact.shape[-1]) * page_size < LENGTHS[:, None, None, None]
         lost = in_use & ~known
         assert (lower[lost] == -np.inf).all() and (upper[lost] == np.inf).all() and lost.any()
-        assert (np.asarray(found.estimate)[lost] == -np.inf).all()
+        assert (estimate[lost] == -np.inf).all()
 
 
 def test_what_the_kernel_cannot_do_is_said_if_it_is_asked_for():

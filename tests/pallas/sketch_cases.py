@@ -10,11 +10,13 @@ import numpy as np
 
 from skg_jax.kv import sketch
 from skg_jax.kv.sketch import Sketch
+from skg_jax.pallas.sketch_score import Bounds
 from skg_jax.types import BLOCK
 from tests.kv import oracle
 from tests.kv.oracle import f64
 
 LAYER, LAYERS = 1, 2
+WRONG = 12345.0
 
 
 class Case(NamedTuple):
@@ -25,9 +27,11 @@ class Case(NamedTuple):
     known: jax.Array  # [B, Mb]
     length: jax.Array
 
-    def arguments(self) -> tuple:
-        """Of `sketch_score`."""
-        return self.q, *self.record, self.table, self.known, self.length, jnp.int32(LAYER)
+    def arguments(self, page_size: int) -> tuple:
+        """Of `sketch_score`; the room for bounds holds WRONG."""
+        room = jnp.full((LAYERS, *self.q.shape[:3], self.table.shape[1] * (BLOCK // page_size)), WRONG)
+        where = self.table, self.known, self.length, jnp.int32(LAYER)
+        return self.q, *self.record, *where, Bounds(room, room)
 
     def scored(self, page_size: int) -> np.ndarray:
         """Which pages have a score, [B, K, G, M]."""
@@ -38,6 +42,14 @@ class Case(NamedTuple):
     def in_use(self) -> np.ndarray:
         """[B, Mb]"""
         return np.arange(self.table.shape[1]) * BLOCK < np.asarray(self.length)[:, None]
+
+
+def named(estimate, bounds: Bounds | None) -> dict[str, jax.Array]:
+    """Results of `sketch_score` for LAYER; the other layer's bounds must be as they were."""
+    if bounds is None:
+        return {"estimate": estimate}
+    assert all((np.asarray(x)[1 - LAYER] == WRONG).all() for x in bounds)
+    return {"estimate": estimate, "lower": bounds.lower[LAYER], "upper": bounds.upper[LAYER]}
 
 
 def make(heads: int, group: int, dim: int, lengths, max_blocks: int, dtype=jnp.bfloat16, seed: int = 0) -> Case:

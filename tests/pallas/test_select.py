@@ -27,7 +27,7 @@ def compiled(name: str, implementation: str):
     if implementation == "xla":
         return jax.jit(lambda ctx, budget: selectors.SELECTORS[name]("xla").select(ctx, (), budget)[0])
     kernel = functools.partial(KERNELS[name], interpret=True)
-    run = lambda ctx, budget: Selection(*kernel(ctx.scores.estimate, ctx.must_read, ctx.total_pages, budget))
+    run = lambda ctx, budget: Selection(*kernel(ctx.estimate, ctx.must_read, ctx.total_pages, budget))
     return jax.jit(run)
 
 
@@ -79,8 +79,8 @@ def test_rows_have_budgets_and_lengths_of_their_own():
 
 def test_a_head_that_is_not_a_number_has_no_say_and_the_others_do():
     ctx = cases.make("random", (B, K, G, M), (M, M, M), forced=0)
-    broken = ctx.scores._replace(estimate=ctx.scores.estimate.at[:, :, 1, 5].set(jnp.nan))
-    found = same("topk", ctx._replace(scores=broken), cases.budgets(9, B))
+    broken = ctx.estimate.at[:, :, 1, 5].set(jnp.nan)
+    found = same("topk", ctx._replace(estimate=broken), cases.budgets(9, B))
     np.testing.assert_array_equal(found.num_pages, 9)
 
 

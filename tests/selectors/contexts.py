@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skg_jax.kv.sketch import PageScores
 from skg_jax.selectors import SelectContext, Selection
 
 
@@ -13,13 +12,12 @@ def context(estimate, total, must=None) -> SelectContext:
     estimate, total = jnp.asarray(estimate, jnp.float32), jnp.asarray(total, jnp.int32)
     pages = (estimate.shape[0], estimate.shape[-1])
     must = np.zeros(pages, bool) if must is None else must
-    scores = PageScores(estimate, estimate - 1, estimate + 1)
-    return SelectContext(scores, jnp.asarray(must), total, jnp.int32(0))
+    return SelectContext(estimate, jnp.asarray(must), total, jnp.int32(0))
 
 
 def share_of(ctx: SelectContext) -> np.ndarray:
     """Estimated share of pages in float64, [B,K,M]: mean over the group of the heads' softmax over pages in use."""
-    estimate = np.asarray(ctx.scores.estimate).astype(np.float64)
+    estimate = np.asarray(ctx.estimate).astype(np.float64)
     used = np.arange(estimate.shape[-1]) < np.asarray(ctx.total_pages)[:, None, None, None]
     estimate = np.where(used, estimate, -np.inf)
     mass = np.exp(estimate - estimate.max(-1, keepdims=True))

@@ -67,7 +67,7 @@ def chooser(name: str, implementation: str, config: SelectConfig | None = None):
     if implementation == "xla":
         return jax.jit(lambda ctx, budget: selectors.SELECTORS[name]("xla").select(ctx, (), budget)[0])
     run = functools.partial(KERNELS[name], config=config)
-    return jax.jit(lambda ctx, budget: Selection(*run(ctx.scores.estimate, ctx.must_read, ctx.total_pages, budget)))
+    return jax.jit(lambda ctx, budget: Selection(*run(ctx.estimate, ctx.must_read, ctx.total_pages, budget)))
 
 
 def check_selection(pages: int, groups: int, config: SelectConfig) -> list[dict]:

@@ -23,7 +23,7 @@ from jax.experimental.mosaic.gpu import profiler
 from skg_jax.kv.sketch import Sketch
 from skg_jax.pallas.shapes import SKETCH_SCORE_SHAPES, SketchScoreShape
 from skg_jax.pallas.sketch_plan import SketchScoreConfig
-from skg_jax.pallas.sketch_score import sketch_score
+from skg_jax.pallas.sketch_score import Bounds, sketch_score
 from skg_jax.pallas.sketch_stage import UNKNOWN
 from skg_jax.pallas.sketch_unit import GRID
 from tests.pallas import sketch_cases
@@ -61,8 +61,8 @@ def check(heads: int, group: int, dim: int, page: int, bound: str, dtype, **opti
     """Ragged rows, one of them empty, everything unread NaN: float64 masses, bounds, repeats."""
     case = sketch_cases.make(heads, group, dim, [37 * 64 - 5, 0, 64, 11 * 64], 37, dtype)
     config = SketchScoreConfig(**options)
-    run = functools.partial(sketch_score, *case.arguments(), page_size=page, bound=bound, config=config)
-    numbers = lambda: {n: np.asarray(x, np.float64) for n, x in run()._asdict().items() if x is not None}
+    run = functools.partial(sketch_score, *case.arguments(page), page_size=page, bound=bound, config=config)
+    numbers = lambda: {name: np.asarray(x, np.float64) for name, x in sketch_cases.named(*run()).items()}
     found, exact, use = numbers(), sketch_cases.expected(case, page, bound), case.scored(page)
     allowance = (GRID * exact["grid"] + 1e-4 * exact["size"] + 5e-4)[use]
     row = {"heads": heads, "group": group, "dim": dim, "page": page, "bound": bound, "dtype": dtype.__name__}
@@ -126,12 +126,18 @@ def speed(name: str, shape: SketchScoreShape, bound: str, peak: float, **config)
     length = jnp.full(shape.batch, shape.context, jnp.int32)
     q = jax.random.normal(jax.random.key(1), (shape.batch, shape.kv_heads, shape.group, shape.head_dim), jnp.bfloat16)
     options: dict = {"page_size": shape.page_size, "bound": bound, "config": SketchScoreConfig(**config)}
-    score = lambda *args: sketch_score(*args, **options)
+    pages = shape.blocks * (64 // shape.page_size)
 
     @jax.jit
     def run(records, q, tables):
-        known = jnp.ones(tables[0].shape, bool)
-        return [score(q, *records, t, known, length, jnp.int32(i % LAYERS)) for i, t in enumerate(tables)]
+        known, estimates = jnp.ones(tables[0].shape, bool), []
+        room = lambda: jax.lax.empty((LAYERS, *q.shape[:3], pages), jnp.float32)
+        bounds = Bounds(room(), room())
+        for i, table in enumerate(tables):
+            where = table, known, length, jnp.int32(i % LAYERS)
+            estimate, bounds = sketch_score(q, *records, *where, bounds=bounds, **options)
+            estimates.append(estimate)
+        return estimates, bounds
 
     ours, every, launches = kernel_times(run, records, q, tables)
     micros, read = ours / sets, shape.sketch_bytes(bound)
