@@ -116,7 +116,7 @@ def _scores(q, cache, length, audit):
     def layer(args):
         room = room_for_bounds(cache, q.shape[2], audit.page_size)
         _, bounds = score_pages(args[1], cache, args[0], length, audit.page_size, audit.bounds, room)
-        return bounds.lower[args[0]], bounds.upper[args[0]]
+        return bounds[args[0], :, :, 0], bounds[args[0], :, :, 1]
 
     return jax.lax.map(layer, (jnp.arange(q.shape[0]), q))
 

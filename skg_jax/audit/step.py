@@ -7,6 +7,7 @@ rule for stopping between them. Every row of a batch has its own population, key
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -85,15 +86,21 @@ def run(
 
 
 def _betting(capacity: int) -> kw.KWConfig:
-    """Of a long process the bound is found to one part in 289 of the way from floor to cap: each part costs a pass."""
-    return (
-        kw.KWConfig(capacity=capacity) if capacity <= EVERY_DRAW else kw.KWConfig(capacity=capacity, grid=16, levels=2)
-    )
+    return kw.KWConfig(capacity=capacity, grid=32 if capacity <= EVERY_DRAW else 16)
 
 
-def _looks(config: kw.KWConfig):
+class _Looks(NamedTuple):
+    """When a process is looked at, and how its bound is found."""
+
+    log_wealth: Callable[..., Float[Array, ""]]
+    upper: Callable[..., Float[Array, ""]]
+
+
+def _looks(config: kw.KWConfig) -> _Looks:
     """The wealth after every draw, or of a long process after every 64th: lower, hence valid, and far cheaper."""
-    return kw if config.capacity <= EVERY_DRAW else blocked
+    if config.capacity <= EVERY_DRAW:
+        return _Looks(kw.log_wealth, kw.upper)
+    return _Looks(blocked.log_wealth, blocked.upper_at_once)
 
 
 def _start(pop: Population, config: kw.KWConfig) -> _Run:
@@ -153,6 +160,7 @@ def _report(state: _Run, pop: Population, limit: Budget, weights: HeadWeights, e
     )
     sound = (evidence.unbounded.sum(0) == 0) & ~state.violated & (state.corrupt[:, 0] < 0) & jnp.isfinite(pop.cap)
     sound &= ~state.process.invalid
+    bound = jnp.where(state.done, jnp.minimum(bound, limit.tau), bound)  # what was certified bounds it as well
     nothing = pop.count == 0
     bound = jnp.where(nothing, 0.0, bound) + weights.uncovered
     return AuditReport(

@@ -90,17 +90,18 @@ def step_evidence(
         included.
     """
     in_use = jnp.arange(layers.read.shape[-1]) < -(-length // config.page_size)[:, None]
-    unread = in_use[:, None] & ~layers.read
+    # Here and below: made once. XLA would otherwise fuse it, 32 layers stacked, into every pass over the population.
+    unread = jax.lax.optimization_barrier(in_use[:, None] & ~layers.read)
     known = jnp.repeat(current(cache), config.parts, axis=1)
     log_selected = layers.lse - _lse_slack(layers.q, cache, length)
-    mass = _mass(bounds.lower - log_selected.reshape(*unread.shape[:3], -1, 1))
+    lower, upper = bounds[:, :, :, 0], bounds[:, :, :, 1]
+    mass = _mass(lower - log_selected.reshape(*unread.shape[:3], -1, 1))
     total = 1.0 + jnp.where(unread[..., None, :], mass, 0.0).sum(-1)
     total = total.reshape(log_selected.shape)
-    heads = HeadBounds(log_selected, total, layers.out_norm, bounds.lower, bounds.upper, unread)
+    heads = HeadBounds(log_selected, total, layers.out_norm, lower, upper, unread)
     weight = omega.reshape(len(omega), 1, unread.shape[2], -1, 1)
     # Head by head and not as a reduction over four of them, which a GPU does five times slower.
     add = lambda share: sum(weight[..., g, :] * share[..., g, :] for g in range(share.shape[3]))
-    # Made once: XLA would otherwise fuse them into every sum over the population, 1.7 ms a step at 8 x 64K tokens.
     lower, upper = jax.lax.optimization_barrier(tuple(add(share) for share in _shares(heads, cache, config)))
     unbounded = (unread & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
     return StepEvidence(layers.q, *heads, lower / UP, upper * UP, unbounded)

@@ -50,15 +50,17 @@ def score_pages(
 
 
 def room_for_bounds(cache: PagedKVCache, num_heads: int, page_size: int) -> Bounds:
-    """Arrays of any content for the bounds of all layers."""
+    """An array of any content for the bounds of all layers."""
     layers, _, heads = cache.k.shape[:3]
-    shape = (layers, len(cache.page_table), heads, num_heads // heads, cache.max_blocks * (BLOCK // page_size))
-    return Bounds(jax.lax.empty(shape, jnp.float32), jax.lax.empty(shape, jnp.float32))
+    of_layer = len(cache.page_table), heads, 2, num_heads // heads, cache.max_blocks * (BLOCK // page_size)
+    return jax.lax.empty((layers, *of_layer), jnp.float32)
 
 
 def _put(found: PageScores, layer, bounds: Bounds | None):
-    put = lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
-    return found.estimate, bounds and Bounds(put(bounds.lower, found.lower), put(bounds.upper, found.upper))
+    if bounds is None:
+        return found.estimate, None
+    both = jnp.stack([found.lower, found.upper], axis=2)
+    return found.estimate, jax.lax.dynamic_update_index_in_dim(bounds, both, layer, 0)
 
 
 def _kernel(q, cache: PagedKVCache, layer, length, page_size: int, kind: BoundKind | None, bounds: Bounds | None):

@@ -78,9 +78,9 @@ class Plan:
         return self.max_blocks * self.unit.pages
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the results."""
-        return ("estimate",) if self.unit.bound == "none" else ("estimate", "lower", "upper")
+    def bounded(self) -> bool:
+        """Whether there are bounds."""
+        return self.unit.bound != "none"
 
     @property
     def fields(self) -> dict[str, tuple[int, int, Any]]:

@@ -8,7 +8,7 @@ Bounds go where those of all layers lie, so that nobody has to gather them. The 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,7 @@ from skg_jax.pallas.sketch_stage import Place
 from skg_jax.pallas.sketch_unit import Bound
 from skg_jax.types import BLOCK
 
-
-class Bounds(NamedTuple):
-    """Of the log-masses of the pages of all layers, float32."""
-
-    lower: Float[Array, "L B K G M"]
-    upper: Float[Array, "L B K G M"]
+type Bounds = Float[Array, "L B K 2 G M"]  # lower and upper of the pages' log-masses, in all layers, float32
 
 
 def sketch_score(
@@ -82,7 +77,7 @@ def sketch_score(
 def _score(q, record: dict[str, Array], where, bounds: Bounds | None, plan: Plan, emulated: bool):
     rows = lambda pool, width: pool.reshape(pool.shape[0] * pool.shape[1], -1, width)  # the same memory
     pools = [rows(record[name], width) for name, (_, width, _) in plan.fields.items()]
-    places = [jax.new_ref(x) for x in bounds or ()]
+    places = [] if bounds is None else [jax.new_ref(bounds.reshape(-1, *bounds.shape[2:]))]
     batch, kv_heads, group, _ = q.shape
     mesh = plgpu.Mesh(
         grid=(batch, kv_heads // plan.heads, plan.splits),
@@ -101,7 +96,7 @@ def _score(q, record: dict[str, Array], where, bounds: Bounds | None, plan: Plan
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not emulated),
     )
     (estimate,) = run(*places, q, *pools, *where)
-    return estimate, Bounds(*(jax.freeze(place) for place in places)) if bounds else None
+    return estimate, None if bounds is None else jax.freeze(places[0]).reshape(bounds.shape)
 
 
 def _scratch(plan: Plan):
@@ -115,16 +110,17 @@ def _scratch(plan: Plan):
 
 
 def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, ready, free):
-    """Bounds [Lb,B,K,G,M] if any; q [B,K,G,H]; pools [L*P, rows, width]; table, known [B,Mb]; length [B]; layer [1];
+    """Bounds [L*B,K,2,G,M] if any; q [B,K,G,H]; pools [L*P, rows, width]; table, known [B,Mb]; length [B]; layer [1];
     estimate [B,K,G,M].
 
     A task is a stage of this thread block: some heads of one or a few blocks.
     """
-    bound_refs, (q_gmem, *refs) = gmem[: len(plan.names) - 1], gmem[len(plan.names) - 1 :]
+    *bounds_gmem, q_gmem = gmem[: plan.bounded + 1]
+    refs = gmem[plan.bounded + 1 :]
     pools = dict(zip(plan.fields, refs, strict=False))
     table_gmem, known_gmem, length_gmem, layer_gmem, estimate_gmem = refs[len(pools) :]
-    outs = [estimate_gmem, *[ref.at[layer_gmem[0]] for ref in bound_refs]]
     row, heads, split = (lax.axis_index(name) for name in ("row", "heads", "split"))
+    outs = [estimate_gmem.at[row], *[ref.at[layer_gmem[0] * lax.axis_size("row") + row] for ref in bounds_gmem]]
     warpgroup, groups = lax.axis_index("warpgroup"), plan.config.groups
     head0 = heads * plan.heads
     count = jnp.minimum((length_gmem[row] + (BLOCK - 1)) // BLOCK, plan.max_blocks)
@@ -182,9 +178,9 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
         def fill(turn, _):
             block = count + split + plan.splits * (warpgroup + groups * turn)
             if emulated:
-                sketch_stage.emulate_fill(plan, outs, row, head0, block)
+                sketch_stage.emulate_fill(plan, outs, head0, block)
             else:
-                sketch_stage.fill_block(plan, [out.at[row] for out in outs], head0, block)
+                sketch_stage.fill_block(plan, outs, head0, block)
             return ()
 
         past = plan.max_blocks - count - split - plan.splits * warpgroup
@@ -199,9 +195,9 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
             local_head = task % plan.chunks * plan.heads_of_stage
             place = Place(head0 + local_head, local_head, block_of(task), count, sum(flags[1:], flags[0]))
             if emulated:
-                sketch_stage.emulate_stage(plan, smem, slot, outs, row, place)
+                sketch_stage.emulate_stage(plan, smem, slot, outs, place)
             else:
-                sketch_stage.score_stage(plan, smem, slot, [out.at[row] for out in outs], place)
+                sketch_stage.score_stage(plan, smem, slot, outs, place)
             plgpu.commit_smem()  # these reads come before the next copy into the slot
             plgpu.barrier_arrive(free.at[slot])
             return ()

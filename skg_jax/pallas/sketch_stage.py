@@ -26,6 +26,7 @@ from skg_jax.pallas.sketch_unit import COLUMNS, LANES, UnitShape, score_unit
 from skg_jax.pallas.warp import ArrayWarp, GpuWarp, Register
 
 UNKNOWN = {"estimate": -math.inf, "lower": -math.inf, "upper": math.inf}
+_SIDES = {"lower": 0, "upper": 1}  # of the bounds
 _REF = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _WARPGROUP = 128
@@ -51,7 +52,7 @@ def prepare_queries(plan: Plan, dtype, q_gmem, smem) -> None:
 
 
 def score_stage(plan: Plan, smem, slot, outs, place: Place) -> None:
-    """The units of a stage, one to a warp. outs: [K, G, M] each."""
+    """The units of a stage, one to a warp. outs: estimate [K, G, M] and, if there are any, bounds [K, 2, G, M]."""
     refs = [smem["query"], smem["columns"], *[smem[name].at[slot] for name in plan.fields], *outs]
     code = functools.partial(_emit_stage, plan=plan)
     plgpu.inline_mgpu(arg_types=(*[_REF] * len(refs), *[_SCALAR] * len(place)))(code)(*refs, *place)
@@ -83,7 +84,7 @@ def _emit_queries(ctx, q_gmem, query_smem, columns_smem, *, plan: Plan, dtype) -
 
 
 def _emit_stage(ctx, *args, plan: Plan) -> None:
-    names = ["query", "columns", *plan.fields, *plan.names]
+    names = ["query", "columns", *plan.fields, *_outputs(plan)]
     pointers = {name: utils.memref_ptr(ref) for name, ref in zip(names, args, strict=False)}
     place = Place(*[Register(_scalar(x)) for x in args[len(names) :]])
     warp = Register(arith.remui(utils.warp_idx(), _i32(WARPS)))  # a stage has as many units
@@ -105,34 +106,53 @@ def _unit_offsets(plan: Plan, j: Register, h: Register, local_head: Register) ->
 
 
 def _store(plan: Plan, results: Results, pointers, j: Register, h: Register, place: Place) -> None:
-    block, pages = place.block + j, plan.unit.pages
-    row = (place.head + h) * plan.unit.group + results.column
-    at = (row * plan.pages + block * pages + results.page) * 4
+    block = place.block + j
+    page = block * plan.unit.pages + results.page
     known = (((place.known >> j) & 1) ^ 1) < 1
-    for name in plan.names:
+    for name, found in results.values.items():
         mine = results.mine[name] & (block < place.count)
-        value = arith.select(known.value, results.values[name].value, _f32(UNKNOWN[name]))
+        value = arith.select(known.value, found.value, _f32(UNKNOWN[name]))
+        output, at = _slot(plan, name, place.head + h, results.column, page)
         with ir.InsertionPoint(scf.IfOp(mine.value, [], has_else=False).then_block):
-            llvm.store(value, _advance(pointers[name], at), alignment=4)
+            llvm.store(value, _advance(pointers[output], at), alignment=4)
             scf.yield_([])
+
+
+def _outputs(plan: Plan) -> list[str]:
+    return ["estimate", "bounds"] if plan.bounded else ["estimate"]
+
+
+def _slot(plan: Plan, name: str, head: Register, member: Register, page: Register) -> tuple[str, Register]:
+    """The output that holds a number, and at which byte."""
+    if name == "estimate":
+        return "estimate", ((head * plan.unit.group + member) * plan.pages + page) * 4
+    row = head * (2 * plan.unit.group) + member + _SIDES[name] * plan.unit.group
+    return "bounds", (row * plan.pages + page) * 4
 
 
 def _emit_fill(ctx, *args, plan: Plan) -> None:
     *outs, head, block = args
+    pointers = {name: utils.memref_ptr(out) for name, out in zip(_outputs(plan), outs, strict=True)}
     head, block = Register(_scalar(head)), Register(_scalar(block))
     rows, pages = plan.heads * plan.unit.group, plan.unit.pages
     for first in range(0, rows * pages, _WARPGROUP):
         number = Register(arith.remui(utils.thread_idx(), _i32(_WARPGROUP))) + first
-        row, page = number >> _log2(pages), number & (pages - 1)
-        at = ((head * plan.unit.group + row) * plan.pages + block * pages + page) * 4
+        row, page = number >> _log2(pages), block * pages + (number & (pages - 1))
+        local, member = _divided(row, plan.unit.group)
         with ir.InsertionPoint(scf.IfOp((row < rows).value, [], has_else=False).then_block):
-            for name, out in zip(plan.names, outs, strict=True):
-                llvm.store(_f32(UNKNOWN[name]), _advance(utils.memref_ptr(out), at), alignment=4)
+            for name in ("estimate", *_SIDES) if plan.bounded else ("estimate",):
+                output, at = _slot(plan, name, head + local, member, page)
+                llvm.store(_f32(UNKNOWN[name]), _advance(pointers[output], at), alignment=4)
             scf.yield_([])
 
 
 def _scalar(x) -> ir.Value:
     return x.registers.item() if hasattr(x, "registers") else x
+
+
+def _divided(x: Register, by: int) -> tuple[Register, Register]:
+    quotient = Register(arith.divui(x.value, _i32(by)))
+    return quotient, x - quotient * by
 
 
 def _at_most(x: Register, largest: int) -> Register:
@@ -162,30 +182,35 @@ def emulate_queries(plan: Plan, q: Float[Array, "heads G H"], smem) -> None:
     smem["query"][...], smem["columns"][...] = operands(q, plan.unit)
 
 
-def emulate_stage(plan: Plan, smem, slot, outs, row, place: Place) -> None:
-    """outs: [B, K, G, M] each."""
+def emulate_stage(plan: Plan, smem, slot, outs, place: Place) -> None:
     heads, blocks = plan.heads_of_stage, plan.blocks_of_stage
     memory = {name: words(smem[name][pl.ds(place.local_head, heads)], heads) for name in ("query", "columns")}
     for name in plan.fields:
         x = smem[name][slot]
         memory[name] = words(x[:, : NORMS * heads] if name == "norms" else x, blocks, heads)
     results = score_unit(ArrayWarp(memory), plan.unit)
-    tiles = {name: gathered(results, name, plan.unit, (blocks, heads)) for name in plan.names}
+    tiles = {name: gathered(results, name, plan.unit, (blocks, heads)) for name in results.values}
     for j in range(blocks):
 
         @pl.when(place.block + j < place.count)
         def _(j=j):
             pages = pl.ds((place.block + j) * plan.unit.pages, plan.unit.pages)
-            for name, out in zip(plan.names, outs, strict=True):
-                tile = jnp.where((place.known >> j) & 1, tiles[name][j], UNKNOWN[name])
-                out[row, pl.ds(place.head, heads), :, pages] = tile
+            for name, tile in tiles.items():
+                _put(outs, name, place.head, pages, jnp.where((place.known >> j) & 1, tile[j], UNKNOWN[name]))
 
 
-def emulate_fill(plan: Plan, outs, row, head, block) -> None:
-    shape = plan.heads, plan.unit.group, plan.unit.pages
-    for name, out in zip(plan.names, outs, strict=True):
-        pages = pl.ds(block * plan.unit.pages, plan.unit.pages)
-        out[row, pl.ds(head, plan.heads), :, pages] = jnp.full(shape, UNKNOWN[name])
+def emulate_fill(plan: Plan, outs, head, block) -> None:
+    tile = jnp.zeros((plan.heads, plan.unit.group, plan.unit.pages))
+    for name in ("estimate", *_SIDES) if plan.bounded else ("estimate",):
+        _put(outs, name, head, pl.ds(block * plan.unit.pages, plan.unit.pages), tile + UNKNOWN[name])
+
+
+def _put(outs, name: str, head, pages, tile: Float[Array, "heads G pages"]) -> None:
+    heads = pl.ds(head, len(tile))
+    if name == "estimate":
+        outs[0][heads, :, pages] = tile
+    else:
+        outs[1][heads, _SIDES[name], :, pages] = tile
 
 
 def words(x: jax.Array, *lead: int) -> UInt32[Array, "*lead n"]:

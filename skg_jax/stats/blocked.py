@@ -19,6 +19,7 @@ from skg_jax.stats.sums import prefix_sum
 FOLDS = 4  # so that 1/16 of the counts is accumulated, which is serial
 DRAWS = 64  # draws of a block of the wealth
 MOST = 1e9  # a factor is cut here, which is conservative, so that the product of four stays in float32
+NEXT = 1.2  # ratio of the distances of two candidates from the estimate
 LEAST = 1e-30  # and their product raised to this: it adds at most this to the mean
 
 
@@ -131,3 +132,25 @@ def upper(
         return (edges[last], jnp.minimum(edges[last + 1], high)), None
 
     return jax.lax.scan(refine, (low, high), length=config.levels)[0][1]
+
+
+def upper_at_once(
+    state: kw.KWState, cap: RealLike, floor: RealLike, log_inv_alpha: RealLike, eta: RealLike, config: kw.KWConfig
+) -> Float[Array, ""]:
+    """As `upper`, for a machine to which a pass over all candidates costs no more than one over a few.
+
+    `grid` candidates lie above the mean estimate, at 2, 2.4, 2.88, ... of its standard errors. Any candidates are
+    valid, also such that depend on the draws: the bound is the least of them above which all are rejected, or the cap.
+    """
+    dtype = state.y.dtype
+    cap = jnp.asarray(cap, dtype)
+    high = jnp.minimum(cap, cap - state.known + jnp.asarray(eta, dtype))
+    valid, count = state.valid, jnp.maximum(jnp.minimum(state.count, state.y.size), 1)
+    taken = jnp.where(valid, state.y + state.spent, 0)
+    mean = taken.sum() / count
+    error = jnp.sqrt(jnp.where(valid, (taken - mean) ** 2, 0).sum()) / count
+    tried = cap - mean + error * 2 * NEXT ** jnp.arange(config.grid, dtype=dtype)
+    tried = jnp.clip(tried, jnp.minimum(jnp.asarray(floor, dtype), high), high)
+    peaks = jax.vmap(lambda m: log_wealth(state, cap, m, eta, config))(tried)
+    kept = ~(peaks >= log_inv_alpha)  # NaN is not a rejection
+    return jnp.append(tried, high)[jnp.max(jnp.where(kept, jnp.arange(1, config.grid + 1), 0))]

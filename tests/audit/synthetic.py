@@ -117,8 +117,7 @@ def attend(q, cache: PagedKVCache, budget, omega, obedient, lies: Lies, config: 
         ctx = SelectContext(estimate, must & obedient[:, None], -(-length // config.page_size), layer)
         selection, _ = selector.select(ctx, (), budget)
         out, lse = attention.sparse(q, cache, layer, selection, length, config.page_size)
-        bounds = jax.tree.map(lambda x: x[layer], bounds)
-        return out, lse, selection, bounds, audit.layer_evidence(q, out, lse, selection)
+        return out, lse, selection, bounds[layer], audit.layer_evidence(q, out, lse, selection)
 
     with told(lies):
         out, lse, selection, bounds, layers = jax.lax.map(one, (jnp.arange(L), q))

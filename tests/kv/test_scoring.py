@@ -70,7 +70,9 @@ def test_scores_bound_the_mass_of_every_page_wherever_its_block_lies(page_size, 
         keys = keys.swapaxes(1, 2).reshape(3, K, BLOCKS * BLOCK, H)
         exact = oracle.log_mass(oracle.logits(q.reshape(3, K, G, H), keys), page_size)
         known = np.broadcast_to(known_blocks().repeat(BLOCK // page_size, axis=1)[:, None, None], exact.shape)
-        lower, upper, estimate = (np.asarray(x[layer]) for x in (*bounds, estimates))
+        lower, upper, estimate = (
+            np.asarray(x) for x in (bounds[layer, :, :, 0], bounds[layer, :, :, 1], estimates[layer])
+        )
         assert (lower[known] <= exact[known]).all() and (exact[known] <= upper[known]).all()
         assert np.isfinite(estimate[known]).all()
         in_use = np.arange(exact.shape[-1]) * page_size < LENGTHS[:, None, None, None]

@@ -29,9 +29,9 @@ class Case(NamedTuple):
 
     def arguments(self, page_size: int) -> tuple:
         """Of `sketch_score`; the room for bounds holds WRONG."""
-        room = jnp.full((LAYERS, *self.q.shape[:3], self.table.shape[1] * (BLOCK // page_size)), WRONG)
-        where = self.table, self.known, self.length, jnp.int32(LAYER)
-        return self.q, *self.record, *where, Bounds(room, room)
+        batch, heads, group, _ = self.q.shape
+        room = jnp.full((LAYERS, batch, heads, 2, group, self.table.shape[1] * (BLOCK // page_size)), WRONG)
+        return self.q, *self.record, self.table, self.known, self.length, jnp.int32(LAYER), room
 
     def scored(self, page_size: int) -> np.ndarray:
         """Which pages have a score, [B, K, G, M]."""
@@ -48,8 +48,8 @@ def named(estimate, bounds: Bounds | None) -> dict[str, jax.Array]:
     """Results of `sketch_score` for LAYER; the other layer's bounds must be as they were."""
     if bounds is None:
         return {"estimate": estimate}
-    assert all((np.asarray(x)[1 - LAYER] == WRONG).all() for x in bounds)
-    return {"estimate": estimate, "lower": bounds.lower[LAYER], "upper": bounds.upper[LAYER]}
+    assert (np.asarray(bounds)[1 - LAYER] == WRONG).all()
+    return {"estimate": estimate, "lower": bounds[LAYER, :, :, 0], "upper": bounds[LAYER, :, :, 1]}
 
 
 def make(heads: int, group: int, dim: int, lengths, max_blocks: int, dtype=jnp.bfloat16, seed: int = 0) -> Case:

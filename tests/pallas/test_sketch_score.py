@@ -15,7 +15,7 @@ from skg_jax.kv import sketch
 from skg_jax.pallas.shapes import SKETCH_SCORE_SHAPES
 from skg_jax.pallas.sketch_plan import SketchScoreConfig
 from skg_jax.pallas.sketch_query import operands, prepare_column
-from skg_jax.pallas.sketch_score import Bounds, sketch_score
+from skg_jax.pallas.sketch_score import sketch_score
 from skg_jax.pallas.sketch_stage import UNKNOWN, gathered, words
 from skg_jax.pallas.sketch_unit import GRID, UnitShape, score_unit
 from skg_jax.pallas.warp import ArrayWarp
@@ -189,8 +189,8 @@ def arguments(shape, dtype=jnp.bfloat16, layers: int = 2):
     q = array((shape.batch, shape.kv_heads, shape.group, shape.head_dim), dtype)
     table = shape.batch, shape.blocks
     where = array(table, jnp.int32), array(table, jnp.bool), array((shape.batch,), jnp.int32), array((), jnp.int32)
-    room = (layers, *q.shape[:3], shape.blocks * (BLOCK // shape.page_size))
-    return q, *record, *where, jax.eval_shape(lambda: Bounds(jnp.zeros(room), jnp.zeros(room)))
+    of_head = 2, shape.group, shape.blocks * (BLOCK // shape.page_size)
+    return q, *record, *where, array((layers, *q.shape[:2], *of_head), jnp.float32)
 
 
 @pytest.mark.parametrize("name", SKETCH_SCORE_SHAPES)

@@ -23,7 +23,7 @@ from jax.experimental.mosaic.gpu import profiler
 from skg_jax.kv.sketch import Sketch
 from skg_jax.pallas.shapes import SKETCH_SCORE_SHAPES, SketchScoreShape
 from skg_jax.pallas.sketch_plan import SketchScoreConfig
-from skg_jax.pallas.sketch_score import Bounds, sketch_score
+from skg_jax.pallas.sketch_score import sketch_score
 from skg_jax.pallas.sketch_stage import UNKNOWN
 from skg_jax.pallas.sketch_unit import GRID
 from tests.pallas import sketch_cases
@@ -126,16 +126,16 @@ def speed(name: str, shape: SketchScoreShape, bound: str, peak: float, **config)
     length = jnp.full(shape.batch, shape.context, jnp.int32)
     q = jax.random.normal(jax.random.key(1), (shape.batch, shape.kv_heads, shape.group, shape.head_dim), jnp.bfloat16)
     options: dict = {"page_size": shape.page_size, "bound": bound, "config": SketchScoreConfig(**config)}
+    score = functools.partial(sketch_score, **options)
     pages = shape.blocks * (64 // shape.page_size)
 
     @jax.jit
     def run(records, q, tables):
         known, estimates = jnp.ones(tables[0].shape, bool), []
-        room = lambda: jax.lax.empty((LAYERS, *q.shape[:3], pages), jnp.float32)
-        bounds = Bounds(room(), room())
+        bounds = jax.lax.empty((LAYERS, *q.shape[:2], 2, shape.group, pages), jnp.float32)
         for i, table in enumerate(tables):
             where = table, known, length, jnp.int32(i % LAYERS)
-            estimate, bounds = sketch_score(q, *records, *where, bounds=bounds, **options)
+            estimate, bounds = score(q, *records, *where, bounds)
             estimates.append(estimate)
         return estimates, bounds
 
