@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from skg_jax.audit.config import AuditConfig
 from skg_jax.kv import sketch
@@ -34,7 +34,7 @@ class LayerEvidence(NamedTuple):
     q: Float[Array, "*L B N H"]
     lse: Float[Array, "*L B N"]  # log of the mass that attention read
     out_norm: Float[Array, "*L B N"]  # |o| of the sparse output, the unit of the output residual
-    read: Bool[Array, "*L B K M"]  # pages that attention read
+    read: UInt32[Array, "*L B K words"]  # pages that attention read, by `pack_flags`
 
 
 class HeadBounds(NamedTuple):
@@ -72,7 +72,7 @@ def layer_evidence(
 ) -> LayerEvidence:
     """What the audit will ask of one layer."""
     norm = jnp.linalg.norm(out.astype(jnp.float32), axis=-1)
-    return LayerEvidence(q, lse, norm, selection.read)
+    return LayerEvidence(q, lse, norm, pack_flags(selection.read))
 
 
 def step_evidence(
@@ -89,22 +89,36 @@ def step_evidence(
       layers: stacked. bounds: of all pages. cache: the version that the step used. length: tokens in it, this step's
         included.
     """
-    in_use = jnp.arange(layers.read.shape[-1]) < -(-length // config.page_size)[:, None]
-    # Here and below: made once. XLA would otherwise fuse it, 32 layers stacked, into every pass over the population.
-    unread = jax.lax.optimization_barrier(in_use[:, None] & ~layers.read)
-    known = jnp.repeat(current(cache), config.parts, axis=1)
+    # A barrier ends a pass over the population. Without them XLA stacks the layers anew in each pass, keeps what two
+    # passes have in common, which takes longer than to compute it again, and joins sums to what is no sum.
+    made = jax.lax.optimization_barrier
+    pages = bounds.shape[-1]
+    in_use = jnp.arange(pages) < -(-length // config.page_size)[:, None]
+    unread = in_use[:, None] & ~unpack_flags(made(layers.read), pages)
     log_selected = layers.lse - _lse_slack(layers.q, cache, length)
-    lower, upper = bounds[:, :, :, 0], bounds[:, :, :, 1]
-    mass = _mass(lower - log_selected.reshape(*unread.shape[:3], -1, 1))
+    mass = _mass(bounds[:, :, :, 0] - log_selected.reshape(*unread.shape[:3], -1, 1))
     total = 1.0 + jnp.where(unread[..., None, :], mass, 0.0).sum(-1)
-    total = total.reshape(log_selected.shape)
-    heads = HeadBounds(log_selected, total, layers.out_norm, lower, upper, unread)
+    bounds, unread, total = made((bounds, unread, total.reshape(log_selected.shape)))
+    heads = HeadBounds(log_selected, total, layers.out_norm, bounds[:, :, :, 0], bounds[:, :, :, 1], unread)
     weight = omega.reshape(len(omega), 1, unread.shape[2], -1, 1)
     # Head by head and not as a reduction over four of them, which a GPU does five times slower.
     add = lambda share: sum(weight[..., g, :] * share[..., g, :] for g in range(share.shape[3]))
-    lower, upper = jax.lax.optimization_barrier(tuple(add(share) for share in _shares(heads, cache, config)))
-    unbounded = (unread & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
+    lower, upper, counted = made((*(add(share) for share in _shares(heads, cache, config)), unread))
+    known = jnp.repeat(current(cache), config.parts, axis=1)
+    unbounded = (counted & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
     return StepEvidence(layers.q, *heads, lower / UP, upper * UP, unbounded)
+
+
+def pack_flags(x: Bool[Array, "*any M"]) -> UInt32[Array, "*any words"]:
+    """Four flags to a word: stacking many arrays costs a GPU time for each element, not for each byte."""
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)])
+    return jax.lax.bitcast_convert_type(x.astype(jnp.uint8).reshape(*x.shape[:-1], -1, 4), jnp.uint32)
+
+
+def unpack_flags(words: UInt32[Array, "*any words"], size: int) -> Bool[Array, "*any {size}"]:
+    """The first `size` of them."""
+    flags = jax.lax.bitcast_convert_type(words, jnp.uint8)
+    return flags.reshape(*words.shape[:-1], -1)[..., :size] != 0
 
 
 def head_shares(

@@ -10,7 +10,7 @@ import pytest
 
 from skg_jax.audit import AuditConfig, HeadWeights
 from skg_jax.audit.reads import read_units
-from skg_jax.audit.units import log_denominator
+from skg_jax.audit.units import log_denominator, pack_flags, unpack_flags
 from tests.audit import synthetic
 from tests.audit.oracle import truth
 from tests.audit.synthetic import LENGTHS, G, H, K, L, N, Step
@@ -177,3 +177,11 @@ def test_the_denominator_is_never_above_the_mass_outside_the_unit():
 def test_the_denominator_stays_finite(log_lower):
     found = log_denominator(jnp.full((3,), log_lower), jnp.float32(4.0))
     assert np.isfinite(np.asarray(found)).all() and (np.asarray(found) >= 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 77])
+def test_packed_flags_come_back(size):
+    flags = np.random.default_rng(size).random((3, 2, size)) < 0.5
+    words = pack_flags(jnp.asarray(flags))
+    assert words.shape == (3, 2, -(-size // 4)) and words.dtype == jnp.uint32
+    np.testing.assert_array_equal(unpack_flags(words, size), flags)
