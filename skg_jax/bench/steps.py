@@ -24,6 +24,7 @@ from skg_jax.guard.policy import init as guard_init
 from skg_jax.kv import cache as kv
 from skg_jax.kv.cache import PagedKVCache
 from skg_jax.pallas import clock
+from skg_jax.pallas.dispatch import Implementation
 from skg_jax.sampling import SamplingParams
 from skg_jax.types import BLOCK, Params
 
@@ -53,16 +54,16 @@ def loop(
     rows, began = jax.lax.optimization_barrier((rows, began))  # the stamp comes before the first step
     (cache, rows), (log, stamps) = jax.lax.scan(one, (cache, rows), schedule)
     if program.mode != "dense":
-        cache = _seal_behind(cache, rows)
+        cache = _seal_behind(cache, rows, program.implementation)
     return cache, rows, Timed(log, jnp.concatenate([began[None], stamps]))
 
 
-def _seal_behind(cache: PagedKVCache, rows: Rows) -> PagedKVCache:
+def _seal_behind(cache: PagedKVCache, rows: Rows, implementation: Implementation | None) -> PagedKVCache:
     """Seal the block before each row's own, if the row has left it since: attempts need not end at its end."""
     before = jnp.maximum(rows.position // BLOCK - 1, 0)
     blocks = jnp.take_along_axis(cache.page_table, before[:, None], axis=1)[:, 0]
     stale = (rows.position >= BLOCK) & (cache.sealed[blocks] != cache.written[blocks])
-    return kv.seal(cache, blocks, stale)
+    return kv.seal(cache, blocks, stale, implementation)
 
 
 def start(batch: int, position: int) -> Rows:

@@ -14,6 +14,7 @@ from skg_jax.decode.attempt import attempt, next_token
 from skg_jax.decode.state import NO_TOKEN, Program, Requests, Rows, StepInfo, empty_log
 from skg_jax.kv import cache as kv
 from skg_jax.kv.cache import PagedKVCache
+from skg_jax.pallas.dispatch import Implementation
 from skg_jax.types import BLOCK, Params
 
 
@@ -44,7 +45,7 @@ def prefill(
     attend = layers.prefill_attend(row, blocks, start, filled)
     x, cache, _ = decoder.hidden_states(params, program.model, tokens, positions, attend, cache)
     if program.mode != "dense":
-        cache = kv.seal(cache, blocks, filled == BLOCK)
+        cache = kv.seal(cache, blocks, filled == BLOCK, program.implementation)
     last = jax.lax.dynamic_index_in_dim(x[0], count - 1, keepdims=False)
     logits = decoder.unembed(params, program.model, last)
     token = next_token(program, _row_of(requests, row), logits[None], (start + count)[None])
@@ -75,16 +76,16 @@ def decode_loop(
     log = empty_log(program.attempts_per_dispatch, rows.token.shape[0])
     cache, rows, log, _ = jax.lax.while_loop(going, body, (cache, rows, log, jnp.int32(0)))
     if program.mode != "dense":
-        cache = seal_full(cache, rows)
+        cache = seal_full(cache, rows, program.implementation)
     return cache, rows, log
 
 
-def seal_full(cache: PagedKVCache, rows: Rows) -> PagedKVCache:
+def seal_full(cache: PagedKVCache, rows: Rows, implementation: Implementation | None = None) -> PagedKVCache:
     """Seal the block before each row's position when it has just been filled."""
     before = jnp.maximum(rows.position // BLOCK - 1, 0)
     blocks = jnp.take_along_axis(cache.page_table, before[:, None], axis=1)[:, 0]
     full = (rows.position % BLOCK == 0) & (cache.sealed[blocks] != cache.written[blocks])
-    return kv.seal(cache, blocks, full)
+    return kv.seal(cache, blocks, full, implementation)
 
 
 def _row_of(requests: Requests, row) -> Requests:

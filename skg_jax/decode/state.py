@@ -33,7 +33,7 @@ class Program:
     greedy: bool = True
     attempts_per_dispatch: int = 16
     prefill_chunk: int = 512
-    implementation: Implementation | None = None  # of attention and scoring; None: kernels where they can
+    implementation: Implementation | None = None  # of all that has a kernel; None: kernels where they can
 
     @property
     def guarded(self) -> bool:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from skg_jax.kv import integrity, sketch
+from skg_jax.kv import sketch
+from skg_jax.kv.sealing import norm_up, seal_xla
 from skg_jax.kv.sketch import Sketch
 from skg_jax.pallas import dispatch
 from skg_jax.pallas.append import append as paged_append
 from skg_jax.pallas.dispatch import Implementation
+from skg_jax.pallas.seal import Metadata
+from skg_jax.pallas.seal import seal as seal_blocks
 from skg_jax.types import BLOCK
 
 NEVER = -1
@@ -105,7 +107,7 @@ def _append_xla(cache: PagedKVCache, layer, k, v, position):
     return (
         cache.k.at[layer, block, :, slot].set(k),
         cache.v.at[layer, block, :, slot].set(v),
-        cache.key_norm.at[layer, block].set(jnp.maximum(before, _norm_up(k))),
+        cache.key_norm.at[layer, block].set(jnp.maximum(before, norm_up(k))),
     )
 
 
@@ -120,7 +122,7 @@ def write_blocks(
     """Write whole blocks of one layer at prefill; only the first `filled` tokens of each count."""
     inside = (jnp.arange(BLOCK) < filled[:, None])[:, None, :]
     k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-    norm = jnp.max(jnp.where(inside, _norm_up(k), 0.0), axis=-1)
+    norm = jnp.max(jnp.where(inside, norm_up(k), 0.0), axis=-1)
     return cache._replace(
         k=cache.k.at[layer, blocks].set(k),
         v=cache.v.at[layer, blocks].set(v),
@@ -128,26 +130,38 @@ def write_blocks(
     )
 
 
-def seal(cache: PagedKVCache, blocks: Int[Array, " n"], full: Bool[Array, " n"]) -> PagedKVCache:
+def seal(
+    cache: PagedKVCache,
+    blocks: Int[Array, " n"],
+    full: Bool[Array, " n"],
+    implementation: Implementation | None = None,
+) -> PagedKVCache:
     """Sketch, bound and checksum the full blocks among `blocks` in all layers.
 
     A block whose keys do not fit the sketch's number format stays without metadata (`sealed` = NEVER):
     it has no bound and will always be read.
+
+    Raises:
+      NotImplementedError: if "mosaic_gpu" was asked for and cannot do the case.
     """
-    k, v = cache.k[:, blocks], cache.v[:, blocks]
-    built, fits = sketch.build(k)
+    args = cache.k, cache.v, metadata(cache), blocks, full
+    found, fits = dispatch.choose(implementation, lambda: seal_blocks(*args), lambda: seal_xla(*args))
+    version = jnp.where(jnp.all(fits, axis=(0, 2)), cache.written[blocks], NEVER)
     # a dropped scatter index leaves the pool untouched for blocks that are not full
     at = jnp.where(full, blocks, cache.written.shape[0])
-    put = lambda pool, new: pool.at[:, at].set(new.astype(pool.dtype), mode="drop")
-    version = jnp.where(jnp.all(fits, axis=(0, 2)), cache.written[blocks], NEVER)
     return cache._replace(
-        sketch=jax.tree.map(put, cache.sketch, built),
-        key_norm=put(cache.key_norm, jnp.max(_norm_up(k), axis=-1)),
-        value_norm=put(cache.value_norm, jnp.max(_norm_up(v), axis=-1)),
+        sketch=Sketch(*found[: len(cache.sketch)]),
+        key_norm=found.key_norm,
+        value_norm=found.value_norm,
         sealed=cache.sealed.at[at].set(version, mode="drop"),
-        k_sum=put(cache.k_sum, integrity.checksum(k)),
-        v_sum=put(cache.v_sum, integrity.checksum(v)),
+        k_sum=found.k_sum,
+        v_sum=found.v_sum,
     )
+
+
+def metadata(cache: PagedKVCache) -> Metadata:
+    """What sealing writes, but for the version."""
+    return Metadata(*cache.sketch, cache.key_norm, cache.value_norm, cache.k_sum, cache.v_sum)
 
 
 def current(cache: PagedKVCache) -> Bool[Array, "B Mb"]:
@@ -162,8 +176,3 @@ def sealed(cache: PagedKVCache) -> Bool[Array, " P"]:
 
 def _block_of(cache: PagedKVCache, position: Int[Array, " B"]) -> Int[Array, " B"]:
     return jnp.take_along_axis(cache.page_table, (position // BLOCK)[:, None], axis=1)[:, 0]
-
-
-def _norm_up(x: Float[Array, "... H"]) -> Float[Array, "..."]:
-    """Euclidean norm over the last axis, rounded up."""
-    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1) * (1.0 + 1e-5)

@@ -163,3 +163,46 @@ SKETCH_SCORE_SHAPES: dict[str, SketchScoreShape] = {
     "qwen2.5-1.5b-b8-32k": SketchScoreShape(batch=8, kv_heads=2, group=6, head_dim=128, context=32 * _K),
     "qwen2.5-7b-b8-32k": SketchScoreShape(batch=8, kv_heads=4, group=7, head_dim=128, context=32 * _K, page_size=32),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SealShape:
+    """Blocks that are sealed at once, in all layers."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    blocks: int
+    full: int | None = None  # of them; None: all
+
+    @property
+    def units(self) -> int:
+        """Full blocks, by layer and head."""
+        return self.layers * self.kv_heads * (self.blocks if self.full is None else self.full)
+
+    @property
+    def bytes_read(self) -> int:
+        """Keys and values, at two bytes a number."""
+        return self.units * 2 * 64 * self.head_dim * 2
+
+    @property
+    def bytes_written(self) -> int:
+        """Codes, low and step, residuals, norms of the sketch, norms and checksums of the block."""
+        return self.units * (64 * self.head_dim // 2 + 4 * self.head_dim + 128 + 16 + 8 + 32)
+
+
+_SEALED = {
+    "llama-8b": {"layers": 32, "kv_heads": 8, "head_dim": 128},
+    "smollm2-135m": {"layers": 30, "kv_heads": 3, "head_dim": 64},
+    "qwen2.5-0.5b": {"layers": 24, "kv_heads": 2, "head_dim": 64},
+    "qwen2.5-1.5b": {"layers": 28, "kv_heads": 2, "head_dim": 128},
+}
+
+SEAL_SHAPES: dict[str, SealShape] = {
+    **{
+        f"{model}-{what}": SealShape(blocks=blocks, **sizes)
+        for model, sizes in _SEALED.items()
+        for what, blocks in (("decode-b8", 8), ("prefill-4k", 64))
+    },
+    "llama-8b-decode-b8-one-full": SealShape(blocks=8, full=1, **_SEALED["llama-8b"]),
+}

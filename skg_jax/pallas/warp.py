@@ -7,8 +7,8 @@ Words are unsigned integers; a word may hold two float16 ("halves"), the lower h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 type Fragment = list[Any]  # words of a matrix
 type Matrices = list[list[Any]]
+type PairKind = Literal["bf16", "f16"]  # what the halves of a word are
 type Value = Any  # has + - * & | ^ << >> < with its like and with Python numbers
 
 
@@ -61,6 +62,22 @@ class Warp(Protocol):
         """Two float32 rounded to float16, to infinity where they are too large."""
         ...
 
+    def pack_halves_down(self, low: Value, high: Value) -> Value:
+        """Two float32 rounded down to float16: at most what they were, -infinity included."""
+        ...
+
+    def pack_halves_up(self, low: Value, high: Value) -> Value:
+        """Two float32 rounded up to float16."""
+        ...
+
+    def min_pairs(self, a: Value, b: Value, kind: PairKind) -> Value:
+        """The smaller of both 16-bit numbers of a word; NaN where either is."""
+        ...
+
+    def max_pairs(self, a: Value, b: Value, kind: PairKind) -> Value:
+        """The larger ones."""
+        ...
+
     def mul_halves(self, a: Value, b: Value) -> Value:
         """Products of both float16, rounded to nearest."""
         ...
@@ -71,6 +88,14 @@ class Warp(Protocol):
 
     def min(self, a: Value, b: Value) -> Value:
         """The smaller one; of a number and NaN, the number."""
+        ...
+
+    def max(self, a: Value, b: Value) -> Value:
+        """The larger one; NaN if either is."""
+        ...
+
+    def reciprocal(self, x: Value) -> Value:
+        """1 / x, rounded to nearest."""
         ...
 
     def exp2(self, x: Value) -> Value:
@@ -99,6 +124,14 @@ class Warp(Protocol):
 
     def shuffle(self, x: Value, source: Value) -> Value:
         """The value of lane `source`."""
+        ...
+
+    def total(self, word: Value) -> Value:
+        """Sum over the lanes, modulo 2**32."""
+        ...
+
+    def sync(self) -> None:
+        """All warps of the warpgroup have come here, and see what the others stored before."""
         ...
 
     def chains(self, acc: Matrices, rows: Sequence[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
@@ -202,6 +235,18 @@ class GpuWarp:
     def pack_halves(self, low: Register, high: Register) -> Register:
         return _asm(ir.IntegerType.get_signless(32), "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", high, low)
 
+    def pack_halves_down(self, low: Register, high: Register) -> Register:
+        return _pack_directed("rm", low, high)
+
+    def pack_halves_up(self, low: Register, high: Register) -> Register:
+        return _pack_directed("rp", low, high)
+
+    def min_pairs(self, a: Register, b: Register, kind: PairKind) -> Register:
+        return _asm(ir.IntegerType.get_signless(32), f"min.NaN.{kind}x2 $0, $1, $2;", "=r,r,r", a, b)
+
+    def max_pairs(self, a: Register, b: Register, kind: PairKind) -> Register:
+        return _asm(ir.IntegerType.get_signless(32), f"max.NaN.{kind}x2 $0, $1, $2;", "=r,r,r", a, b)
+
     def mul_halves(self, a: Register, b: Register) -> Register:
         return _asm(ir.IntegerType.get_signless(32), "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", a, b)
 
@@ -210,6 +255,12 @@ class GpuWarp:
 
     def min(self, a: Register, b: Register) -> Register:
         return _float_asm("min.f32 $0, $1, $2;", a, b)
+
+    def max(self, a: Register, b: Register) -> Register:
+        return _float_asm("max.NaN.f32 $0, $1, $2;", a, b)
+
+    def reciprocal(self, x: Register) -> Register:
+        return _float_asm("rcp.rn.f32 $0, $1;", x)
 
     def exp2(self, x: Register) -> Register:
         return _float_asm("ex2.approx.ftz.f32 $0, $1;", x)
@@ -235,6 +286,12 @@ class GpuWarp:
         moved = nvvm.shfl_sync(_i32(-1), word, source.value, _i32(31), nvvm.ShflKind.idx)
         return Register(utils.bitcast(moved, x.value.type))
 
+    def total(self, word: Register) -> Register:
+        return Register(utils.redux(word.value, _i32(-1), utils.ReductionKind.ADD))
+
+    def sync(self) -> None:
+        utils.warpgroup_barrier()
+
     def chains(self, acc: Matrices, rows: Sequence[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
         acc = list(acc)
         for *a, b in zip(*rows, columns, strict=True):
@@ -259,6 +316,11 @@ def _float_asm(code: str, *args: Register) -> Register:
     return _asm(ir.F32Type.get(), code, ",".join(["=f"] + ["f"] * len(args)), *args)
 
 
+def _pack_directed(mode: str, low: Register, high: Register) -> Register:
+    code = f"{{.reg .b16 a, b; cvt.{mode}.f16.f32 a, $1; cvt.{mode}.f16.f32 b, $2; mov.b32 $0, {{a, b}};}}"
+    return _asm(ir.IntegerType.get_signless(32), code, "=r,f,f", low, high)
+
+
 def _struct_asm(count: int, code: str, constraints: str, *args: Register) -> list[Register]:
     f32 = ir.F32Type.get()
     whole = llvm.inline_asm(llvm.StructType.get_literal([f32] * count), [x.value for x in args], code, constraints)
@@ -269,7 +331,8 @@ class ArrayWarp:
     """The same instructions on arrays [..., 32] of uint32 and float32.
 
     Args:
-      memory: words [..., n] by name, uint32; leading axes are warps that run the same code.
+      memory: words [..., n] by name, uint32; leading axes are warps that run the same code, each in memory of its own.
+        Warps that share memory [n] differ in the leading axes of their offsets.
     """
 
     def __init__(self, memory: dict[str, jax.Array]):
@@ -304,6 +367,18 @@ class ArrayWarp:
     def pack_halves(self, low: jax.Array, high: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(jnp.stack([low, high], -1).astype(jnp.float16), jnp.uint32)
 
+    def pack_halves_down(self, low: jax.Array, high: jax.Array) -> jax.Array:
+        return _round_pair(-jnp.inf, low, high)
+
+    def pack_halves_up(self, low: jax.Array, high: jax.Array) -> jax.Array:
+        return _round_pair(jnp.inf, low, high)
+
+    def min_pairs(self, a: jax.Array, b: jax.Array, kind: PairKind) -> jax.Array:
+        return _on_pairs(jnp.minimum, a, b, kind)
+
+    def max_pairs(self, a: jax.Array, b: jax.Array, kind: PairKind) -> jax.Array:
+        return _on_pairs(jnp.maximum, a, b, kind)
+
     def mul_halves(self, a: jax.Array, b: jax.Array) -> jax.Array:
         product = (_unpack_halves(a) * _unpack_halves(b)).astype(jnp.float16)  # exact in float32, then rounded once
         return jax.lax.bitcast_convert_type(product, jnp.uint32)
@@ -313,6 +388,12 @@ class ArrayWarp:
 
     def min(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.fmin(a, b)
+
+    def max(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.maximum(a, b)
+
+    def reciprocal(self, x: jax.Array) -> jax.Array:
+        return 1.0 / x
 
     def exp2(self, x: jax.Array) -> jax.Array:
         return jnp.where(x < -126, 0.0, jnp.exp2(x))
@@ -336,6 +417,12 @@ class ArrayWarp:
     def shuffle(self, x: jax.Array, source: jax.Array) -> jax.Array:
         return x[..., source.astype(jnp.int32)]
 
+    def total(self, word: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(word.sum(-1, keepdims=True, dtype=jnp.uint32), word.shape)
+
+    def sync(self) -> None:
+        pass  # all warps run in step
+
     def chains(self, acc: Matrices, rows: Sequence[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
         # lane 4 g + t holds k = 2 t, 2 t + 1 (first words) and 8 more (last words) of rows g and g + 8, and of column g
         right = _fragments(columns, "khgti->gkhti")
@@ -356,6 +443,21 @@ def _fragments(fragments: Iterable[Fragment], order: str) -> jax.Array:
     x = _unpack_halves(words).reshape(*lead, *(sizes[axis] for axis in source))
     x = x.transpose(*range(len(lead)), *(len(lead) + source.index(axis) for axis in target))
     return x.reshape(*lead, 16 if "r" in order else 8, -1)
+
+
+def _round_pair(towards: float, low: jax.Array, high: jax.Array) -> jax.Array:
+    x = jnp.stack([low, high], -1)
+    # the barrier keeps a compiler from cancelling the two conversions, which would undo the rounding
+    near = jax.lax.optimization_barrier(x.astype(jnp.float16))
+    wrong = near.astype(jnp.float32) < x if towards > 0 else near.astype(jnp.float32) > x
+    there = jnp.where(wrong, jnp.nextafter(near, jnp.float16(towards)), near)
+    return jax.lax.bitcast_convert_type(there, jnp.uint32)
+
+
+def _on_pairs(operation: Callable, a: jax.Array, b: jax.Array, kind: PairKind) -> jax.Array:
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16}[kind]
+    pairs = (jax.lax.bitcast_convert_type(x, dtype) for x in (a, b))
+    return jax.lax.bitcast_convert_type(operation(*pairs), jnp.uint32)
 
 
 def _unpack_halves(word: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import pytest
 
 from models import decoder, published
 from skg_jax.bench import steps, synthesis
-from skg_jax.decode import Program
+from skg_jax.decode import Program, decode_loop, prefill
 from skg_jax.guard import GuardConfig
 from skg_jax.kv import cache as kv
 from skg_jax.pallas import dispatch
@@ -17,8 +17,8 @@ from skg_jax.selectors import get
 
 KERNELS = {
     "dense": ("paged_append", "paged_decode"),
-    "sparse": ("paged_append", "sketch_score", "select_pages_by_count", "paged_decode"),
-    "guarded": ("paged_append", "sketch_score", "select_pages_by_count", "paged_decode", "audit_mass"),
+    "sparse": ("paged_append", "sketch_score", "select_pages_by_count", "paged_decode", "seal_blocks"),
+    "guarded": ("paged_append", "sketch_score", "select_pages_by_count", "paged_decode", "audit_mass", "seal_blocks"),
 }
 
 
@@ -39,3 +39,34 @@ def test_every_part_of_the_loop_is_a_kernel(mode, shape):
         text = steps.loop.trace(*call, program=program).lower(lowering_platforms=("cuda",)).as_text()
     for name in KERNELS[mode]:
         assert name in text, name
+
+
+def guarded() -> tuple[Program, kv.PagedKVCache, GuardConfig]:
+    """Llama-3.1-8B's shape, two layers of it, and a cache of 8 rows that is never made."""
+    config = dataclasses.replace(synthesis.synthetic_config(published.get("llama-3.1-8b")), num_layers=2)
+    guard = GuardConfig(rounds=(1,))
+    cache = jax.eval_shape(
+        lambda: kv.init(config.num_layers, config.num_kv_heads, config.head_dim, 8, 8192, jnp.bfloat16)
+    )
+    return Program(model=config, mode="guarded", selector=get("topk"), audit=guard.audit(16)), cache, guard
+
+
+def requests_of(program: Program, guard: GuardConfig):
+    return steps.requests(program.model, 8, guard, 0.27, 0.1, 100)
+
+
+def test_the_engines_loop_seals_by_a_kernel():
+    program, cache, guard = guarded()
+    call = decoder.abstract(program.model, jnp.bfloat16), cache, requests_of(program, guard), steps.start(8, 8000)
+    with dispatch.lowering():
+        text = decode_loop.trace(*call, program=program).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(name in text for name in KERNELS["guarded"])
+
+
+def test_prefill_seals_by_a_kernel():
+    program, cache, guard = guarded()
+    tokens, zero = jax.ShapeDtypeStruct((1, program.prefill_chunk), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    params = decoder.abstract(program.model, jnp.bfloat16)
+    with dispatch.lowering():
+        traced = prefill.trace(params, cache, requests_of(program, guard), tokens, zero, zero, zero, program=program)
+        assert "seal_blocks" in traced.lower(lowering_platforms=("cuda",)).as_text()
