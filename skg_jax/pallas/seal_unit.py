@@ -10,13 +10,13 @@ token t is in place c ^ t. With r = lane % 8 and q = lane // 8 a lane reads them
 Bounds. What is stored bounds the true numbers, in exact arithmetic; u = 2**-24 (float32), low and step are float16.
 
     low, step  low <= k and k <= low + 15 step: both are rounded outward, and _UP covers 3 roundings of the quotient
-    code       d = k - low is off by u d at most, the reciprocal of the step by u; their product is rounded once, to an
-               integer. k - low <= 15 step, so |k - k^| / step <= 1/2 + 2 * 15.001 u < (1 + 1e-5) / 2, and no code
-               leaves 0..15
+    code       d = k - low is off by u d at most, the reciprocal of the step by u, their product by u where multiply-
+               adds are not fused (the interpreter). k - low <= 15 step, so |k - k^| / step <= 1/2 + 3 * 15.001 u, which
+               is below (1 + 1e-5) / 2, and no code leaves 0..15
     residual   the difference d - code step is rounded once; with the error of d it lacks no more than 15.001 u step in
                a channel, 15.001 u |step| in the norm: _MISSED |step| is added. The sum of squares, all positive, is
                good to 40 u, its root to 20 u, and what follows to 4 u: _UP, 168 u, is more
-    rho        the same in units of steps: 2 * 15.001 u in a channel, so _MISSED_STEPS sqrt(H) is added
+    rho        the same in units of steps: 3 * 15.001 u in a channel, so _MISSED_STEPS sqrt(H) is added
     norms      as the residual; _LOST, added under the root, is more than 128 squares below 2**-126 can be
     underflow  of other squares: below 2**-63 sqrt(H), less than the spare part of _MISSED |step|, as steps that are not
                0 are at least 2**-24. Channels of step 0 are constant and miss nothing
@@ -39,11 +39,9 @@ QUARTER = BLOCK // WARPS  # tokens of a warp and of a checksum
 LEVELS = 15.0
 _UP = 1.0 + 1e-5
 _MISSED = 2.0**-20
-_MISSED_STEPS = 2.0**-19
+_MISSED_STEPS = 2.0**-18
 _LOST = 2.0**-112
 _TO_INTEGER = 1.5 * 2.0**23  # added to a small number, rounds it to an integer, which then is in the lowest bits
-_TO_INTEGER_BITS = 0x4B400000
-_SHIFTS = [4 * (e // 2) + 16 * (e % 2) for e in range(8)]  # of the codes of a word (kv/sketch.py)
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35  # kv/integrity.py
 _BOTH = range(2)  # tokens of a lane that reads by tokens
 
@@ -213,24 +211,26 @@ def _grid_norms(warp: Warp, shape: UnitShape, lane: _Lane) -> list[Value]:
 def _encode(warp: Warp, shape: UnitShape, lane: _Lane) -> _Tokens:
     """Codes of two tokens, in the order of their words, and what they miss."""
     integer = warp.number(_TO_INTEGER)
-    start = warp.word(-sum(_TO_INTEGER_BITS << shift for shift in _SHIFTS) % 2**32)  # takes out what rounds
     codes, sums = [[] for _ in _BOTH], [[warp.number(0.0)] * 3 for _ in _BOTH]
     for j in range(shape.chunks):
         low, step, inverse = (_channel_numbers(warp, shape, lane, j, field) for field in range(3))
         for half in _BOTH:
             words = _chunk(warp, "k", shape, lane, half, lane.r, j // 2, lane.q + 4 * (j % 2))
             missed, in_steps, squares = sums[half]
-            packed = start
+            packed: list = []  # codes of even and of odd channels, as integers in the lowest bits of a float32
             for e, key in enumerate(_numbers(warp, words, shape)):
                 above = key - low[e]
                 rounded = warp.fma(above, inverse[e], integer)
-                packed = packed + (warp.as_word(rounded) << _SHIFTS[e])
                 minus_code = integer - rounded
+                if e < 2:
+                    packed.append(rounded)
+                else:
+                    packed[e % 2] = warp.fma(minus_code, warp.number(-(16.0 ** (e // 2))), packed[e % 2])
                 miss = warp.fma(minus_code, step[e], above)
                 of_step = warp.fma(above, inverse[e], minus_code)
                 missed, in_steps = warp.fma(miss, miss, missed), warp.fma(of_step, of_step, in_steps)
                 squares = warp.fma(key, key, squares)
-            codes[half].append(packed)
+            codes[half].append(warp.low_halves(*(warp.as_word(x) for x in packed)))
             sums[half] = [missed, in_steps, squares]
     whole = [[_over_channels(warp, x) for x in three] for three in sums]
     return _Tokens(codes, *(list(pair) for pair in zip(*whole, strict=True)))

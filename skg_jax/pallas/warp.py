@@ -134,6 +134,10 @@ class Warp(Protocol):
         """All warps of the warpgroup have come here, and see what the others stored before."""
         ...
 
+    def low_halves(self, a: Value, b: Value) -> Value:
+        """The lower halves of two words, that of `a` first."""
+        ...
+
     def chains(self, acc: Matrices, rows: Sequence[Iterable[Fragment]], columns: Iterable[Fragment]) -> Matrices:
         """acc[m] + sum_k rows[m][k] columns[k] of mma.m16n8k16, the sums interleaved.
 
@@ -286,6 +290,9 @@ class GpuWarp:
         moved = nvvm.shfl_sync(_i32(-1), word, source.value, _i32(31), nvvm.ShflKind.idx)
         return Register(utils.bitcast(moved, x.value.type))
 
+    def low_halves(self, a: Register, b: Register) -> Register:
+        return _asm(ir.IntegerType.get_signless(32), "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", a, b)
+
     def total(self, word: Register) -> Register:
         return Register(utils.redux(word.value, _i32(-1), utils.ReductionKind.ADD))
 
@@ -416,6 +423,9 @@ class ArrayWarp:
 
     def shuffle(self, x: jax.Array, source: jax.Array) -> jax.Array:
         return x[..., source.astype(jnp.int32)]
+
+    def low_halves(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return (a & 0xFFFF) | (b << 16)
 
     def total(self, word: jax.Array) -> jax.Array:
         return jnp.broadcast_to(word.sum(-1, keepdims=True, dtype=jnp.uint32), word.shape)

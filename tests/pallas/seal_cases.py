@@ -130,7 +130,7 @@ def _faults_of_sketch(record, keys: np.ndarray) -> set[str]:
         "residual": norm <= residual + lost,
         "loose residual": residual <= norm * (1 + 2.0**-9) + size * 2.0**-18 + 2.0**-24,
         "rho": in_steps <= norms[:, 0] + lost,
-        "loose rho": norms[:, 0] <= in_steps * 1.0001 + 2.0**-18 * keys.shape[-1] ** 0.5,
+        "loose rho": norms[:, 0] <= in_steps * 1.0001 + 2.0**-17 * keys.shape[-1] ** 0.5,
         "norm": (grid <= norms[:, 1]) & (norms[:, 1] <= grid * 1.0001),
         "rest of norms": norms[:, 2:] == 0,
     }

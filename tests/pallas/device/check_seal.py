@@ -125,6 +125,7 @@ def speed(name: str, shape: SealShape, peak: float) -> dict:
         if ours:
             row["us"] = statistics.median(ours)
         row |= {f"{label}all us": (many - few) / calls, f"{label}launches": (more - fewer) / calls}
+    assert "us" in row, "no kernel by the name of seal_blocks was launched"
     row["TB/s"] = (shape.bytes_read + shape.bytes_written) / row["us"] / 1e6
     row["of ceiling"] = row["TB/s"] * 1e12 / peak
     say(" ".join(f"{k} {f'{v:.4g}' if isinstance(v, float) else v}" for k, v in row.items()))
