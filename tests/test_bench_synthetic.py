@@ -29,7 +29,7 @@ def test_logit_spread_is_found_again_from_fresh_pages():
     assert synthesis.logit_spread(np.array([0.9]), 0.1, count=1024)[0] == pytest.approx(0, abs=0.05)
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m-instruct"])
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
 def test_profiles_are_there_and_ordered(name):
     found = synthesis.profile(name)
     assert found.model == name and (np.diff(found.dropped_mass) >= 0).all()
