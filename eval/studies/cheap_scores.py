@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from skg_jax.kv import sketch
 from skg_jax.kv.cache import PagedKVCache, current
-from skg_jax.kv.scoring import score_pages
+from skg_jax.kv.scoring import layer_scores
 from skg_jax.kv.sketch import LEVELS, PageScores
 from skg_jax.types import BLOCK
 
@@ -35,13 +35,13 @@ type Move = Literal["norm", "ball", "box"]
 
 def full_scores(q: Float[Array, "L B N H"], cache: PagedKVCache, length: Int[Array, " B"], page: int) -> PageScores:
     """The whole sketch with a bound for each token, [L, B, K, G, M]."""
-    return _by_layer(lambda layer, q: score_pages(q, cache, layer, length, page), q)
+    return _by_layer(lambda layer, q: layer_scores(q, cache, layer, length, page), q)
 
 
 def bit_scores(
     q: Float[Array, "L B N H"], cache: PagedKVCache, length: Int[Array, " B"], page: int, bits: int
 ) -> PageScores:
-    """The `bits` leading bits of every code, 0 to 4, [L, B, K, G, M]; of unknown blocks as `score_pages`."""
+    """The `bits` leading bits of every code, 0 to 4, [L, B, K, G, M]; of unknown blocks as `layer_scores`."""
     known = current(cache) & (jnp.arange(cache.max_blocks) * BLOCK < length[:, None])
 
     def layer(index, q):

@@ -20,6 +20,7 @@ from skg_jax.decode.state import AUDIT_STREAM, stream
 from skg_jax.kv.cache import PagedKVCache
 from skg_jax.kv.scoring import forced_pages
 from skg_jax.kv.sketch import PageScores
+from skg_jax.pallas.sketch_score import Bounds
 from skg_jax.selectors import SelectContext
 from skg_jax.types import BLOCK
 
@@ -101,29 +102,37 @@ def _masses(q: np.ndarray, k: np.ndarray, length: int, page: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames="program")
-def _attend(scores: PageScores, scanned, step: Step, cache: PagedKVCache, budget, program) -> LayerEvidence:
+def _attend(
+    scores: PageScores, scanned, step: Step, cache: PagedKVCache, budget, program
+) -> tuple[LayerEvidence, Bounds]:
     config, length = program.audit, step.length
     must = forced_pages(cache, length, config.page_size, config.sink_pages, config.recent_pages)
     must |= ~jnp.repeat(scanned, config.parts, axis=1)
     total = -(-length // config.page_size)
 
     def layer(args):
-        index, q, scores = args
-        selection, _ = program.selector.select(SelectContext(scores, must, total, index), (), budget)
+        index, q, estimate = args
+        selection, _ = program.selector.select(SelectContext(estimate, must, total, index), (), budget)
         out, lse = attention.sparse(q, cache, index, selection, length, config.page_size)
-        return layer_evidence(q, out, lse, scores, selection)
+        return layer_evidence(q, out, lse, selection)
 
-    return jax.lax.map(layer, (jnp.arange(len(step.q)), step.q, scores))
+    layers = jax.lax.map(layer, (jnp.arange(len(step.q)), step.q, scores.estimate))
+    return layers, _bounds(scores)
 
 
-def _audit(layers: LayerEvidence, step: Step, cache: PagedKVCache, job, rate: float):
+def _bounds(scores: PageScores) -> Bounds:
+    return jnp.stack([scores.lower, scores.upper], axis=3)
+
+
+def _audit(layers: tuple[LayerEvidence, Bounds], step: Step, cache: PagedKVCache, job, rate: float):
     config = dataclasses.replace(job.program.audit, rate=rate, rounds=(1,))
     return _run_audit(layers, step, cache, job.requests, config=config)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _run_audit(layers, step: Step, cache: PagedKVCache, requests, config):
-    evidence = audit.step_evidence(layers, cache, requests.weights.omega, step.length, config)
+    left, bounds = layers
+    evidence = audit.step_evidence(left, bounds, cache, requests.weights.omega, step.length, config)
     key = stream(requests.key, AUDIT_STREAM, step.attempt)
     budget = Budget(jnp.array([1e-9]), jnp.array([-math.log(ALPHA)]))
     return evidence, audit.run(key, evidence, cache, requests.weights, budget, config)
@@ -133,7 +142,7 @@ def _truth(exact: np.ndarray, evidence, omega: np.ndarray) -> dict:
     """Weighted dropped mass and residual; the bounds of every unread page beside its exact mass. [L, K, G, M] each."""
     pages = exact.shape[-1]
     lower, upper = (np.asarray(x, np.float64)[:, 0, ..., :pages] for x in (evidence.log_lower, evidence.log_upper))
-    unread = np.broadcast_to(~np.asarray(evidence.read)[:, 0, :, None, :pages], exact.shape)
+    unread = np.broadcast_to(np.asarray(evidence.unread)[:, 0, :, None, :pages], exact.shape)
     top = exact.max(-1, keepdims=True)
     mass, floor = np.exp(exact - top), np.where(unread, np.exp(lower - top), 0.0)
     others = np.where(unread, 0.0, mass).sum(-1, keepdims=True) + floor.sum(-1, keepdims=True) - floor
@@ -147,9 +156,8 @@ def _truth(exact: np.ndarray, evidence, omega: np.ndarray) -> dict:
     }  # fmt: skip
 
 
-def _shrunk(scores: PageScores, layers: LayerEvidence, step: Step, cache, job, factor: float) -> tuple[float, bool]:
+def _shrunk(scores: PageScores, layers, step: Step, cache, job, factor: float) -> tuple[float, bool]:
     less = shrunk(scores, factor)
-    layers = layers._replace(log_lower=less.lower, log_upper=less.upper)
-    evidence, report = _audit(layers, step, cache, job, RATES[1])
+    evidence, report = _audit((layers[0], _bounds(less)), step, cache, job, RATES[1])
     found = _truth(step.exact, evidence, np.asarray(job.requests.weights.omega, np.float64))
     return found["violations"] / found["units"], bool(report.violated[0])

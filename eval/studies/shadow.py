@@ -19,7 +19,7 @@ from skg_jax.decode import seal_full, shadow_attempt
 from skg_jax.engine import Engine, Options
 from skg_jax.engine.run import attempt_of
 from skg_jax.guard import Attempt
-from skg_jax.kv.scoring import room_for_bounds, score_pages
+from skg_jax.kv.scoring import layer_scores
 from skg_jax.types import BLOCK
 
 
@@ -114,9 +114,8 @@ def _tokens(pool, layer: int, table: np.ndarray, length: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames="audit")
 def _scores(q, cache, length, audit):
     def layer(args):
-        room = room_for_bounds(cache, q.shape[2], audit.page_size)
-        _, bounds = score_pages(args[1], cache, args[0], length, audit.page_size, audit.bounds, room)
-        return bounds[args[0], :, :, 0], bounds[args[0], :, :, 1]
+        found = layer_scores(args[1], cache, args[0], length, audit.page_size, audit.bounds)
+        return found.lower, found.upper
 
     return jax.lax.map(layer, (jnp.arange(q.shape[0]), q))
 

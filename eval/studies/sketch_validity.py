@@ -184,7 +184,9 @@ def _by_kernel(q, record: Sketch, page: int, bound: Bound) -> PageScores:
     blocks = record.low.shape[0]
     table = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32), (len(q), blocks))
     where = table, jnp.ones_like(table, bool), jnp.full(len(q), blocks * BLOCK, jnp.int32), jnp.int32(0)
-    return PageScores(*_kernel(page, bound)(q, *(x[None] for x in record), *where))
+    room = jnp.zeros((1, *q.shape[:2], 2, q.shape[2], blocks * (BLOCK // page)))
+    estimate, bounds = _kernel(page, bound)(q, *(x[None] for x in record), *where, room)
+    return PageScores(estimate, bounds[0, :, :, 0], bounds[0, :, :, 1])
 
 
 @functools.cache

@@ -11,15 +11,19 @@ values have the head's log-sum-exp subtracted.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
 from skg_jax.audit.config import AuditConfig
 from skg_jax.kv import sketch
 from skg_jax.kv.cache import PagedKVCache, current
+from skg_jax.pallas import dispatch
+from skg_jax.pallas.audit_units import unit_bounds
+from skg_jax.pallas.dispatch import Implementation
 from skg_jax.pallas.sketch_score import Bounds
 from skg_jax.selectors.base import Selection
 from skg_jax.types import BLOCK
@@ -82,6 +86,7 @@ def step_evidence(
     omega: Float[Array, "L N"],
     length: Int[Array, " B"],
     config: AuditConfig,
+    implementation: Implementation | None = None,
 ) -> StepEvidence:
     """Reduce the bounds of all unread pages to units.
 
@@ -100,19 +105,31 @@ def step_evidence(
     total = 1.0 + jnp.where(unread[..., None, :], mass, 0.0).sum(-1)
     bounds, unread, total = made((bounds, unread, total.reshape(log_selected.shape)))
     heads = HeadBounds(log_selected, total, layers.out_norm, bounds[:, :, :, 0], bounds[:, :, :, 1], unread)
-    weight = omega.reshape(len(omega), 1, unread.shape[2], -1, 1)
-    # Head by head and not as a reduction over four of them, which a GPU does five times slower.
-    add = lambda share: sum(weight[..., g, :] * share[..., g, :] for g in range(share.shape[3]))
-    lower, upper, counted = made((*(add(share) for share in _shares(heads, cache, config)), unread))
+    kernel = lambda: _units_mosaic(bounds, heads, omega, config)
+    units = made(dispatch.choose(implementation, kernel, lambda: _units_xla(heads, omega, cache, config)))
+    lower, upper = (jnp.where(unread, x, 0.0) for x in units)
     known = jnp.repeat(current(cache), config.parts, axis=1)
-    unbounded = (counted & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
+    unbounded = (unread & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
     return StepEvidence(layers.q, *heads, lower / UP, upper * UP, unbounded)
 
 
-def pack_flags(x: Bool[Array, "*any M"]) -> UInt32[Array, "*any words"]:
+def _units_xla(heads: HeadBounds, omega, cache: PagedKVCache, config: AuditConfig) -> tuple[Array, Array]:
+    weight = omega.reshape(len(omega), 1, heads.unread.shape[2], -1, 1)
+    add = lambda shares: functools.reduce(jnp.add, [weight[..., g, :] * share for g, share in enumerate(shares)])
+    lower, upper = zip(*_shares(heads, cache, config), strict=True)
+    return add(lower), add(upper)
+
+
+def _units_mosaic(bounds: Bounds, heads: HeadBounds, omega, config: AuditConfig) -> tuple[Array, Array]:
+    if config.residual != "mass":
+        raise NotImplementedError("The audit's unit kernel knows the mass residual alone.")
+    return unit_bounds(bounds, heads.log_selected, heads.total, omega, cancel=_CANCEL, up=UP)
+
+
+def pack_flags(x: UInt8[Array, "*any M"]) -> UInt32[Array, "*any words"]:
     """Four flags to a word: stacking many arrays costs a GPU time for each element, not for each byte."""
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)])
-    return jax.lax.bitcast_convert_type(x.astype(jnp.uint8).reshape(*x.shape[:-1], -1, 4), jnp.uint32)
+    return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 4), jnp.uint32)
 
 
 def unpack_flags(words: UInt32[Array, "*any words"], size: int) -> Bool[Array, "*any {size}"]:
@@ -125,27 +142,43 @@ def head_shares(
     evidence: StepEvidence, cache: PagedKVCache, config: AuditConfig
 ) -> tuple[Float[Array, "L B N M"], Float[Array, "L B N M"]]:
     """Bounds l and c of every unread page for every query head, 0 for the others; outward."""
-    flat = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])
-    lower, upper = _shares(HeadBounds(*(getattr(evidence, name) for name in HeadBounds._fields)), cache, config)
+    heads = HeadBounds(*(getattr(evidence, name) for name in HeadBounds._fields))
+    lower, upper = zip(*_shares(heads, cache, config), strict=True)
+    flat = lambda x: jnp.stack(x, axis=3).reshape(*evidence.q.shape[:3], -1)
     return flat(lower) / UP, flat(upper) * UP
 
 
-def _shares(bounds: HeadBounds, cache: PagedKVCache, config: AuditConfig):
-    """Bounds of x_j, [L, B, K, G, M], not yet rounded; 0 where there is nothing unread."""
-    group = lambda x: x.reshape(*bounds.log_lower.shape[:4], 1)
-    relative = lambda x: x - group(bounds.log_selected)
-    log_rest = log_denominator(relative(bounds.log_lower), group(bounds.total))
-    share = lambda x: jnp.where(bounds.unread[..., None, :], jax.nn.sigmoid(relative(x) - log_rest), 0.0)
-    if config.residual == "mass":
-        return share(bounds.log_lower), share(bounds.log_upper)
-    value_norm = jnp.moveaxis(cache.value_norm[:, cache.page_table], 3, 2)[..., None, :]
-    factor = jnp.repeat(output_factor(value_norm, group(bounds.out_norm), config), config.parts, axis=-1)
-    return factor * share(bounds.log_lower), factor * share(bounds.log_upper)
+def _shares(bounds: HeadBounds, cache: PagedKVCache, config: AuditConfig) -> list[tuple[Array, Array]]:
+    """Bounds of x_j, [L, B, K, M], not yet rounded, for every head of the groups; 0 where there is nothing unread.
+
+    Head by head: what is made of arrays with a group axis a GPU computes once for each head and writes down between.
+    """
+    grouped = lambda x: x.reshape(*bounds.log_lower.shape[:4])
+
+    def member(g: int):
+        of_head = lambda x: grouped(x)[..., g, None]
+        lower, upper = (x[:, :, :, g] - of_head(bounds.log_selected) for x in (bounds.log_lower, bounds.log_upper))
+        mass, rest = _mass(lower), _denominator(lower, of_head(bounds.total))
+        nu = factor(of_head(bounds.out_norm))
+        show = lambda share: jnp.where(bounds.unread, nu * share, 0.0)
+        return show(mass / (rest + mass)), show(1.0 / (1.0 + rest * jnp.exp(-upper)))  # x / (a + x) for x of any size
+
+    def factor(out_norm):
+        if config.residual == "mass":
+            return 1.0
+        value_norm = jnp.moveaxis(cache.value_norm[:, cache.page_table], 3, 2)
+        return jnp.repeat(output_factor(value_norm, out_norm, config), config.parts, axis=-1)
+
+    return [member(g) for g in range(bounds.log_lower.shape[3])]
 
 
 def log_denominator(lower: Float[Array, "..."], total: Float[Array, "..."]) -> Float[Array, "..."]:
     """log of a_j / W_S, rounded down, from a unit's own lower log-mass and the head's total."""
-    return jnp.log(jnp.maximum(1.0, total - _mass(lower) - _CANCEL * total))
+    return jnp.log(_denominator(lower, total))
+
+
+def _denominator(lower: Float[Array, "..."], total: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.maximum(1.0, total - _mass(lower) - _CANCEL * total)
 
 
 def _mass(log_mass: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -63,7 +63,7 @@ def sparse_step(
     key = stream(requests.key, AUDIT_STREAM, rows.attempt)
     limit = guard.budget(requests.policy, rows.guard)
     omega, length = requests.weights.omega, rows.position + 1
-    evidence = audit.step_evidence(trace.evidence, bounds, cache, omega, length, program.audit)
+    evidence = audit.step_evidence(trace.evidence, bounds, cache, omega, length, program.audit, program.implementation)
     report = audit.run(key, evidence, cache, requests.weights, limit, program.audit, program.implementation)
     return Attention(x, cache, report, trace.selected.sum(0), evidence.unbounded.sum(0)), evidence
 

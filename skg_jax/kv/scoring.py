@@ -49,6 +49,22 @@ def score_pages(
     return dispatch.choose(implementation, lambda: _kernel(grouped, *args), twin)
 
 
+def layer_scores(
+    q: Float[Array, "B N H"],
+    cache: PagedKVCache,
+    layer: Int[Array, ""],
+    length: Int[Array, " B"],
+    page_size: int,
+    kind: BoundKind = "sketch",
+    implementation: Implementation | None = None,
+) -> PageScores:
+    """`score_pages` for one layer alone: estimate and bounds, [B, K, G, M] each."""
+    room = room_for_bounds(cache, q.shape[1], page_size)
+    estimate, bounds = score_pages(q, cache, layer, length, page_size, kind, room, implementation)
+    assert bounds is not None
+    return PageScores(estimate, bounds[layer, :, :, 0], bounds[layer, :, :, 1])
+
+
 def room_for_bounds(cache: PagedKVCache, num_heads: int, page_size: int) -> Bounds:
     """An array of any content for the bounds of all layers."""
     layers, _, heads = cache.k.shape[:3]

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from skg_jax.pallas import dispatch, smem
 from skg_jax.pallas.lanes import SLOTS, WARPGROUP, Lanes
@@ -30,7 +30,7 @@ _MOST_REGISTERS = 32  # pages that one lane can hold beside everything else
 _HIGHEST_BIT = 29  # shares are at most 1, and 2.0 is the first number with bit 30
 
 type By = Literal["count", "share"]
-type Lists = tuple[Int[Array, "B K M"], Int[Array, "B K"], Bool[Array, "B K M"]]
+type Lists = tuple[Int[Array, "B K M"], Int[Array, "B K"], UInt8[Array, "B K M"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,9 @@ def topk(
       interpret: True or False overrides `dispatch.interpret`.
 
     Returns:
-      page_ids int32, ascending, entries past the number M - 1; num_pages int32; the mask of the same pages. The same
-      pages as the XLA twin (selectors/topk.py): ties go to the lower page id, and only pages whose shares differ by
-      rounding (relative 1e-6) can change places.
+      page_ids int32, ascending, entries past the number M - 1; num_pages int32; the mask of the same pages, a byte
+      each. The same pages as the XLA twin (selectors/topk.py): ties go to the lower page id, and only pages whose
+      shares differ by rounding (relative 1e-6) can change places.
 
     Raises:
       NotImplementedError: if a row has more pages than a block can hold, or the estimates are not float32.
@@ -115,7 +115,7 @@ def _select(estimate, must_read, total_pages, budget, by: By, config: SelectConf
     body = functools.partial(_kernel, by=by, config=config if params is None else None)
     return plgpu.kernel(
         body,
-        out_type=(row, jax.ShapeDtypeStruct(row.shape[:2], jnp.int32), jax.ShapeDtypeStruct(row.shape, bool)),
+        out_type=(row, jax.ShapeDtypeStruct(row.shape[:2], jnp.int32), jax.ShapeDtypeStruct(row.shape, jnp.uint8)),
         scratch_types=(plgpu.SMEM((SLOTS, 4 * config.warpgroups), jnp.int32),),
         grid=(batch, kv_heads),
         grid_names=("b", "k"),
@@ -266,5 +266,5 @@ class _Interpreted:
         page = self.ids()
         place = jnp.where(read != 0, rank, count + page - rank)
         ids_gmem[at] = jnp.zeros_like(page).at[place].set(jnp.where(read != 0, page, self.capacity - 1))
-        mask_gmem[at] = read != 0
+        mask_gmem[at] = read.astype(jnp.uint8)
         return count

@@ -68,6 +68,9 @@ class Sums:
           centre: of the exponents of each column. reach: how far off all tokens of a column may be, if `add` was not
             told.
         """
+        # Else the compiler keeps a dozen numbers through the whole unit, and spills.
+        self.warp.read_lane()
+        self.first_copy = (self.warp.lane & 3) < 2
         logs = {name: self._over_lanes(sums) for name, sums in self.by_name.items()}
         if self.doubled:
             logs["estimate"] = logs["estimate"] + self.warp.exchange(logs["estimate"], 2)

@@ -30,6 +30,10 @@ class Warp(Protocol):
     lane: Value
     """Number of the lane, 0..31."""
 
+    def read_lane(self) -> None:
+        """Ask for the number of the lane anew. What was made of the old one need not be kept in registers."""
+        ...
+
     def word(self, value: int) -> Value:
         """The same word in all lanes."""
         ...
@@ -203,6 +207,12 @@ class GpuWarp:
         self._memory = memory
         self.lane = Register(arith.andi(utils.thread_idx(), _i32(31)))
 
+    def read_lane(self) -> None:
+        read = llvm.inline_asm(
+            ir.IntegerType.get_signless(32), [], "mov.u32 $0, %laneid;", "=r", has_side_effects=True
+        )  # with effects: what has none is moved out of loops
+        self.lane = Register(read)
+
     def word(self, value: int) -> Register:
         return Register(_i32(value - (value >> 31 << 32)))
 
@@ -345,6 +355,9 @@ class ArrayWarp:
     def __init__(self, memory: dict[str, jax.Array]):
         self._memory = memory
         self.lane = jnp.arange(32, dtype=jnp.uint32)
+
+    def read_lane(self) -> None:
+        pass
 
     def word(self, value: int) -> jax.Array:
         return jnp.full(32, np.uint32(value))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from skg_jax.pallas.select import LOG_FLOOR
 
@@ -20,7 +20,7 @@ class Selection(NamedTuple):
 
     page_ids: Int[Array, "B K M"]  # ascending; entries past `num_pages` are meaningless
     num_pages: Int[Array, "B K"]
-    read: Bool[Array, "B K M"]
+    read: UInt8[Array, "B K M"]  # 1 or 0: as they come from a kernel, for whom a bool costs a launch
 
 
 class SelectContext(NamedTuple):
@@ -72,4 +72,5 @@ def take(ctx: SelectContext, wanted: Bool[Array, "B K M"]) -> Selection:
     read = (wanted | ctx.must_read[:, None]) & valid_pages(ctx)[:, None]
     pages = jnp.arange(read.shape[-1], dtype=jnp.int32)
     order = jnp.sort(jnp.where(read, pages, read.shape[-1]), axis=-1)
-    return Selection(jnp.minimum(order, read.shape[-1] - 1), read.sum(-1, dtype=jnp.int32), read)
+    ids = jnp.minimum(order, read.shape[-1] - 1)
+    return Selection(ids, read.sum(-1, dtype=jnp.int32), read.astype(jnp.uint8))

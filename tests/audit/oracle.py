@@ -35,7 +35,7 @@ def _row(step: Step, row: int, page_size: int):
     mass = np.exp(logit - logit.max(-1, keepdims=True))
     padded = np.pad(mass, ((0, 0), (0, 0), (0, BLOCKS * BLOCK - LENGTHS[row])))
     pages = padded.reshape(L, N, -1, page_size).sum(-1)
-    read = np.stack([np.asarray(step.selection.read)[i, row] for i in range(L)]).repeat(N // K, axis=1)
+    read = np.stack([np.asarray(step.selection.read, bool)[i, row] for i in range(L)]).repeat(N // K, axis=1)
     unread = ~read & (pages > 0)
     seen = read.repeat(page_size, axis=-1)[..., : LENGTHS[row]]
     selected, total = (mass * seen).sum(-1), mass.sum(-1)

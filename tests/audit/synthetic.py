@@ -117,6 +117,7 @@ def attend(q, cache: PagedKVCache, budget, omega, obedient, lies: Lies, config: 
         ctx = SelectContext(estimate, must & obedient[:, None], -(-length // config.page_size), layer)
         selection, _ = selector.select(ctx, (), budget)
         out, lse = attention.sparse(q, cache, layer, selection, length, config.page_size)
+        assert bounds is not None
         return out, lse, selection, bounds[layer], audit.layer_evidence(q, out, lse, selection)
 
     with told(lies):

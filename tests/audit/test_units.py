@@ -182,6 +182,6 @@ def test_the_denominator_stays_finite(log_lower):
 @pytest.mark.parametrize("size", [1, 7, 8, 77])
 def test_packed_flags_come_back(size):
     flags = np.random.default_rng(size).random((3, 2, size)) < 0.5
-    words = pack_flags(jnp.asarray(flags))
+    words = pack_flags(jnp.asarray(flags, jnp.uint8))
     assert words.shape == (3, 2, -(-size // 4)) and words.dtype == jnp.uint32
     np.testing.assert_array_equal(unpack_flags(words, size), flags)

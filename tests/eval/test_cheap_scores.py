@@ -16,7 +16,7 @@ from eval.studies.scan_less_variants import FULL, VARIANTS, Variant, prediction
 from eval.studies.shadow import head_truth
 from skg_jax.kv import cache as kv
 from skg_jax.kv import sketch
-from skg_jax.kv.scoring import score_pages
+from skg_jax.kv.scoring import layer_scores
 from skg_jax.types import BLOCK
 from tests.kv import oracle
 from tests.kv.oracle import f64
@@ -91,7 +91,7 @@ def test_every_bit_brings_the_bounds_closer_and_four_are_the_sketch():
     of_bits = [bit_scores(case().now, case().cache, LENGTH, PAGE, bits) for bits in range(5)]
     widths = [np.median(width(x)) for x in of_bits]
     assert widths == sorted(widths, reverse=True)
-    group = score_pages(case().now[1], case().cache, jnp.int32(1), LENGTH, PAGE, "group", "xla")
+    group = layer_scores(case().now[1], case().cache, jnp.int32(1), LENGTH, PAGE, "group", "xla")
     np.testing.assert_allclose(of_bits[4].estimate[1], group.estimate, rtol=1e-5, atol=1e-4)
     assert (of_bits[4].lower[1] >= group.lower - 1e-3).all() and (of_bits[4].upper[1] <= group.upper + 1e-3).all()
 

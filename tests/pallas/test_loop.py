@@ -18,8 +18,11 @@ from skg_jax.selectors import get
 KERNELS = {
     "dense": ("paged_append", "paged_decode"),
     "sparse": ("paged_append", "sketch_score", "select_pages_by_count", "paged_decode", "seal_blocks"),
-    "guarded": ("paged_append", "sketch_score", "select_pages_by_count", "paged_decode", "audit_mass", "seal_blocks"),
-}
+    "guarded": (
+        "paged_append", "sketch_score", "select_pages_by_count", "paged_decode", "audit_units", "audit_mass",
+        "seal_blocks",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["dense", "guarded", pytest.param("sparse", marks=pytest.mark.slow)])
