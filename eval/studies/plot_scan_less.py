@@ -45,8 +45,10 @@ def draw(table: dict, picture: Path) -> None:
         column[0].set_yscale("log")
         column[1].set_xlabel("bytes read for scores, of a full scan")
     axes[0, 0].annotate(f"tau {TAU}", (0.1, TAU), (0, 3), textcoords="offset points", fontsize=8, color="#e45756")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="lower center", ncols=min(len(cells), 4), frameon=False, fontsize=9
+    )
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(picture, dpi=110)
 
 

@@ -144,8 +144,9 @@ def _truth(exact: np.ndarray, evidence, omega: np.ndarray) -> dict:
     lower, upper = (np.asarray(x, np.float64)[:, 0, ..., :pages] for x in (evidence.log_lower, evidence.log_upper))
     unread = np.broadcast_to(np.asarray(evidence.unread)[:, 0, :, None, :pages], exact.shape)
     top = exact.max(-1, keepdims=True)
-    mass, floor = np.exp(exact - top), np.where(unread, np.exp(lower - top), 0.0)
-    others = np.where(unread, 0.0, mass).sum(-1, keepdims=True) + floor.sum(-1, keepdims=True) - floor
+    with np.errstate(over="ignore", invalid="ignore"):  # a lower bound that was shrunk may be far above the truth
+        mass, floor = np.exp(exact - top), np.where(unread, np.exp(lower - top), 0.0)
+        others = np.where(unread, 0.0, mass).sum(-1, keepdims=True) + floor.sum(-1, keepdims=True) - floor
     weight = omega.reshape(exact.shape[:3])
     head = lambda share: float((weight * np.where(unread, share, 0.0).sum(-1)).sum())
     outside = unread & ~((lower <= exact) & (exact <= upper))
