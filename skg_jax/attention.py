@@ -42,6 +42,7 @@ def sparse(
     length: Int[Array, " B"],
     page_size: int,
     *,
+    out_dtype=jnp.float32,
     implementation: Implementation | None = None,
     config: PagedDecodeConfig = DEFAULT,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
@@ -52,14 +53,15 @@ def sparse(
       implementation: "mosaic_gpu", "xla", or None for the first that can.
       config: of the kernel; `expected_pages` helps it to choose how many blocks share a list.
 
-    Returns: output and log-sum-exp, float32. A row without pages gives zeros and a log-sum-exp below -1e29.
+    Returns: output in `out_dtype`, and log-sum-exp, float32. A row without pages gives zeros and one below -1e29.
 
     Raises:
       NotImplementedError: if "mosaic_gpu" was asked for and cannot do the case.
     """
     where = cache.page_table, selection.page_ids, selection.num_pages, length, layer
-    kernel = lambda: paged_decode(q, cache.k, cache.v, *where, page_size=page_size, config=config)
-    return dispatch.choose(implementation, kernel, lambda: _sparse_xla(q, cache, layer, selection, length, page_size))
+    kernel = lambda: paged_decode(q, cache.k, cache.v, *where, page_size=page_size, config=config, out_dtype=out_dtype)
+    twin = lambda: _rounded(_sparse_xla(q, cache, layer, selection, length, page_size), out_dtype)
+    return dispatch.choose(implementation, kernel, twin)
 
 
 def dense(
@@ -68,13 +70,14 @@ def dense(
     layer: Int[Array, ""],
     length: Int[Array, " B"],
     *,
+    out_dtype=jnp.float32,
     implementation: Implementation | None = None,
     config: PagedDecodeConfig = DEFAULT,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
     """Attention of one token per sequence over everything in its cache; see `sparse`."""
     where = cache.page_table, None, None, length, layer
-    kernel = lambda: paged_decode(q, cache.k, cache.v, *where, page_size=BLOCK, config=config)
-    return dispatch.choose(implementation, kernel, lambda: _dense_xla(q, cache, layer, length))
+    kernel = lambda: paged_decode(q, cache.k, cache.v, *where, page_size=BLOCK, config=config, out_dtype=out_dtype)
+    return dispatch.choose(implementation, kernel, lambda: _rounded(_dense_xla(q, cache, layer, length), out_dtype))
 
 
 def prefill(
@@ -99,6 +102,10 @@ def merge(
     lse = jnp.logaddexp(a[1], b[1])
     share = lambda part: jnp.exp(part[1] - lse)[..., None] * part[0]
     return share(a) + share(b), lse
+
+
+def _rounded(result: tuple[Array, Array], out_dtype) -> tuple[Array, Array]:
+    return result[0].astype(out_dtype), result[1]
 
 
 def gather_pages(pool, cache: PagedKVCache, layer, page_ids: Int[Array, "B K n"], page_size: int):

@@ -26,8 +26,10 @@ class LayerTrace(NamedTuple):
 def sparse_attend(program: Program, position: Int[Array, " B"], budget: Float[Array, " B"]):
     """Attention callback over the pages that the selector takes. Carry: (cache, selector state, all bounds)."""
     audit, length = program.audit, position + 1
+    exact_norms = program.guarded and audit.residual == "output"  # of the output, before it is rounded
 
     def attend(layer, q, k, v, carry):
+        out_dtype = jnp.float32 if exact_norms else q.dtype
         cache, selector_state, bounds = carry
         cache = kv.append(cache, layer, k[:, 0], v[:, 0], position, program.implementation)
         kind = audit.bounds if program.guarded else None  # who does not audit needs no bounds
@@ -38,8 +40,9 @@ def sparse_attend(program: Program, position: Int[Array, " B"], budget: Float[Ar
         ctx = SelectContext(estimate, must, -(-length // audit.page_size), layer)
         selection, selector_state = program.selector.select(ctx, selector_state, budget)
         out, lse = attention.sparse(
-            q[:, 0], cache, layer, selection, length, audit.page_size, implementation=program.implementation
-        )
+            q[:, 0], cache, layer, selection, length, audit.page_size, out_dtype=out_dtype,
+            implementation=program.implementation,
+        )  # fmt: skip
         evidence = None
         if program.guarded:
             evidence = layer_evidence(q[:, 0], out, lse, selection)
@@ -54,8 +57,10 @@ def exact_attend(program: Program, position: Int[Array, " B"]):
 
     def attend(layer, q, k, v, cache: PagedKVCache):
         cache = kv.append(cache, layer, k[:, 0], v[:, 0], position, program.implementation)
-        out, _ = attention.dense(q[:, 0], cache, layer, position + 1, implementation=program.implementation)
-        return out[:, None].astype(q.dtype), cache, None
+        out, _ = attention.dense(
+            q[:, 0], cache, layer, position + 1, out_dtype=q.dtype, implementation=program.implementation
+        )
+        return out[:, None], cache, None
 
     return attend
 
