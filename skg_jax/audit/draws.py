@@ -89,5 +89,5 @@ def weights_at(pop: Population, index: Int[Array, "B n"]) -> Float[Array, "B n"]
 
 
 def _independent(key: Key[Array, ""], law: BlockedLaw, upper: Float[Array, " U"], size: int):
-    index = jnp.minimum(blocked.draw(key, law, size), upper.size - 1)
+    index = blocked.draw(key, law, size)
     return index, blocked.probs(law, index, upper)

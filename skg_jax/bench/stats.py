@@ -106,11 +106,11 @@ def _audit(args: Arguments, invert: bool) -> Callable:
     x /= x.sum() * 10  # a tenth of the attention
     cap = x * rng.uniform(1.5, 20, args.units)
     budget = jnp.float32(x.sum() + 0.1 * (cap - x).sum())  # a tenth of what the bounds leave open
-    lower, upper, values = (jnp.asarray(v, jnp.float32) for v in (0 * x, cap, x))
+    lower, upper, values = (jnp.asarray(v, jnp.float32) for v in (0 * x, np.maximum(cap, x), x))
     config = pooled.PooledConfig(rounds=(args.draws,), invert=invert)
     level = jnp.float32(-math.log(args.alpha))
     run = jax.jit(lambda key, lo, hi, x: pooled.audit(key, lo, hi, x, budget, level, config=config))
-    return lambda key: run(key, lower, jnp.maximum(upper, values), values)
+    return lambda key: run(key, lower, upper, values)
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:

@@ -26,9 +26,12 @@ LEAST = 1e-30  # and their product raised to this: it adds at most this to the m
 class BlockedLaw(NamedTuple):
     """k / sum(k) over the units, as `sampling.integer_law`.
 
-    folds: k padded with 0, then the sums of its halves, and so on. ends: the last of them, accumulated.
+    folds: sums of the halves of k, of their halves, and so on, each half as long. Units at the end of k that would make
+    a half longer than the other are left out of them.
+    ends: the last of these sums and the units left out, accumulated.
     """
 
+    k: UInt32[Array, "U"]
     folds: tuple[UInt32[Array, "..."], ...]
     ends: UInt32[Array, "blocks"]
 
@@ -43,18 +46,25 @@ def integer_law(p: Float[Array, "U"], total: RealLike) -> BlockedLaw:
     if p.size > sampling.MAX_UNITS:
         raise ValueError(f"p has {p.size} units, but the law holds at most {sampling.MAX_UNITS}; split the population.")
     scaled = p * (sampling.TICKETS / jnp.maximum(jnp.asarray(total), sampling.TINY))
-    k = jnp.where(p > 0, jnp.maximum(scaled + 0.5, 1), 0).astype(jnp.int32)  # to uint32 would be slower
-    folds = [jnp.pad(jax.lax.bitcast_convert_type(k, jnp.uint32), (0, -p.size % 2**FOLDS))]
-    for _ in range(FOLDS):
-        half = folds[-1].size // 2
-        folds.append(folds[-1][:half] + folds[-1][half:])
-    return BlockedLaw(tuple(folds[:-1]), jnp.cumsum(folds[-1], dtype=jnp.uint32))
+    k = jnp.maximum(scaled + 0.5, 1).astype(jnp.int32)  # to uint32 would be slower
+    # The choice comes last: XLA would compute one operation on k alone again for every fold.
+    return fold(jnp.where(p > 0, jax.lax.bitcast_convert_type(k, jnp.uint32), 0))
+
+
+def fold(k: UInt32[Array, "U"]) -> BlockedLaw:
+    """The law of given counts."""
+    blocks, folds, last = k.size >> FOLDS, [], k
+    for level in reversed(range(FOLDS)):
+        half = blocks << level
+        last = last[:half] + last[half : 2 * half]
+        folds.append(last)
+    ends = jnp.cumsum(jnp.concatenate([last, k[blocks << FOLDS :]]), dtype=jnp.uint32)
+    return BlockedLaw(k, tuple(folds[:-1]), ends)
 
 
 def probs(law: BlockedLaw, index: Int32[Array, "n"], like: Float[Array, "..."]) -> Float[Array, "n"]:
     """Probability of each unit, in the dtype of `like`; 0 for all when there is nothing to draw."""
-    chosen = law.folds[0][index].astype(like.dtype)
-    return chosen / jnp.maximum(law.ends[-1], 1).astype(like.dtype)
+    return law.k[index].astype(like.dtype) / jnp.maximum(law.ends[-1], 1).astype(like.dtype)
 
 
 def draw(key: Key[Array, ""], law: BlockedLaw, n: int) -> Int32[Array, "n"]:
@@ -66,15 +76,17 @@ def draw(key: Key[Array, ""], law: BlockedLaw, n: int) -> Int32[Array, "n"]:
 def unit_of(law: BlockedLaw, ticket: UInt32[Array, "n"]) -> Int32[Array, "n"]:
     """The unit that holds a ticket, 0 <= ticket < sum(k)."""
     method = "scan" if jax.default_backend() == "cpu" else "scan_unrolled"  # one launch instead of three a bisection
-    block = jnp.minimum(jnp.searchsorted(law.ends, ticket, side="right", method=method), law.ends.size - 1)
-    index = block.astype(jnp.int32)
-    ticket = ticket - jnp.where(index > 0, law.ends[index - 1], 0)
-    for fold in law.folds[::-1]:
-        left = fold[index]
+    found = jnp.searchsorted(law.ends, ticket, side="right", method=method)
+    block = jnp.minimum(found, law.ends.size - 1).astype(jnp.int32)
+    ticket = ticket - jnp.where(block > 0, law.ends[block - 1], 0)
+    index, width = block, law.k.size >> FOLDS
+    folded = block < width
+    for sums in (*law.folds[::-1], law.k) if width else ():
+        left = sums[index]
         right = ticket >= left
         ticket = jnp.where(right, ticket - left, ticket)
-        index = index + right * (fold.size // 2)
-    return index
+        index, width = index + right * width, 2 * width
+    return jnp.where(folded, index, block + (law.k.size - law.ends.size))
 
 
 def first_visits(index: Int32[Array, "n"], valid: Bool[Array, "n"], units: int) -> Bool[Array, "n"]:

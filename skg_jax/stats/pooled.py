@@ -147,7 +147,9 @@ def audit(
                 index = order[offset : offset + size]
                 once = offset + jnp.arange(size) < pop.lower.size
                 prob = jnp.where(once, wor_law(pop, config)[index], 0)
-            run = absorb(run, pop, index, prob, value(index), offset, config)
+            # Else XLA would search for the unit of a draw again wherever it is used.
+            found = jax.lax.optimization_barrier((index, prob, value(index)))
+            run = absorb(run, pop, *found, offset, config)
             return run, blocked.log_wealth(run.process, pop.cap, budget, pop.eta, config.process)
 
         done = run.process.invalid | _accepted(run, pop, budget, level, peak)
@@ -194,7 +196,7 @@ def draw(
     key: Key[Array, ""], pop: Population, law: blocked.BlockedLaw, n: int
 ) -> tuple[Int32[Array, "n"], Float[Array, "n"]]:
     """n units with replacement, and their probabilities."""
-    index = jnp.minimum(blocked.draw(key, law, n), pop.lower.size - 1)
+    index = blocked.draw(key, law, n)
     return index, blocked.probs(law, index, pop.lower)
 
 

@@ -34,9 +34,7 @@ def totals(
 
     Raises ValueError outside of jit when they are not.
     """
-    ordered = lower <= upper
-    floor = outward_sum(jnp.where(ordered, lower, jnp.nan), -1)  # what is wrong with one bound shows in the sum
-    cap = outward_sum(jnp.where(ordered, upper, jnp.nan), 1)
+    floor, cap = outward_sum(lower, -1), outward_sum(jnp.where(lower <= upper, upper, jnp.nan), 1)
     sound = jnp.all(jnp.isfinite(cap) & jnp.isfinite(floor))
     return floor, cap, ~refuse(~sound, "the sum of the bounds", cap, "bounds and weights are finite, and in order")
 

@@ -37,7 +37,7 @@ def told(told: Lies):
 
     def probs(law, index, like):
         p = probs_of(law, index, like)
-        uniform = (p > 0) / jnp.maximum((law.folds[0] > 0).sum(), 1).astype(p.dtype)
+        uniform = (p > 0) / jnp.maximum((law.k > 0).sum(), 1).astype(p.dtype)
         return jnp.where(told.flat > 0, (1 - told.flat) * p + told.flat * uniform, p)
 
     with mock.patch.object(sketch, "page_scores", page_scores), mock.patch.object(blocked, "probs", probs):

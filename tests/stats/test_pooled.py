@@ -223,35 +223,6 @@ def test_what_makes_no_sense_raises_outside_of_jit_and_voids_inside(fault, certa
 _void = jax.jit(lambda *args: pooled.audit(*args[:-1], config=args[-1]), static_argnums=7)
 
 
-def test_blocked_law_maps_every_ticket():
-    counts = np.array([3, 0, 2, 5, 1, 1, 0, 4, 2, 0, 0, 7, 1, 0, 3, 2, 2, 6, 0, 1, 0])
-    folds = [np.pad(counts, (0, 11)).astype(np.uint32)]
-    for _ in range(blocked.FOLDS):
-        folds.append(folds[-1][: len(folds[-1]) // 2] + folds[-1][len(folds[-1]) // 2 :])
-    law = blocked.BlockedLaw(tuple(map(jnp.asarray, folds[:-1])), jnp.cumsum(jnp.asarray(folds[-1])))
-    found = np.asarray(blocked.unit_of(law, jnp.arange(counts.sum(), dtype=jnp.uint32)))
-    np.testing.assert_array_equal(np.bincount(found, minlength=32)[:21], counts)
-    made = blocked.integer_law(jnp.asarray(counts, jnp.float32), counts.sum())
-    np.testing.assert_allclose(blocked.probs(made, jnp.arange(21), jnp.zeros(1)), counts / counts.sum(), rtol=1e-6)
-
-
-def test_blocked_wealth_is_the_path_at_the_ends_of_blocks():
-    rng = np.random.default_rng(4)
-    config = kw.KWConfig(capacity=300)
-    y = rng.exponential(1.3, 290)
-    state, _ = kw.update_batch(
-        kw.init(config), kw.observe_iid(jnp.asarray(y, jnp.float32), jnp.ones(290), jnp.ones(290, bool))
-    )
-    for m in (-0.5, -0.05, 0.4):
-        path = np.asarray(kw.wealth_path(state, 1.0, m, 1e-5, config), np.float64)
-        ends = path[[63, 127, 191, 255, 299]]
-        got = float(blocked.log_wealth(state, 1.0, m, 1e-5, config))
-        assert got == pytest.approx(max(0, ends.max()), abs=1e-3)
-        assert got <= float(kw.log_wealth(state, 1.0, m, 1e-5, config)) + 1e-6
-    dead = blocked.log_wealth(state._replace(spent=jnp.full(300, 2.0)), 1.0, 0.0, 1e-5, config)
-    assert float(dead) == np.inf
-
-
 @pytest.mark.parametrize("changes", [{"rounds": ()}, {"rounds": (0,)}, {"uniform_share": 0.0},
                                      {"certain": -1}])  # fmt: skip
 def test_impossible_settings_are_refused(changes):
