@@ -148,8 +148,8 @@ def audit(
                 once = offset + jnp.arange(size) < pop.lower.size
                 prob = jnp.where(once, wor_law(pop, config)[index], 0)
             # Else XLA would search for the unit of a draw again wherever it is used.
-            found = jax.lax.optimization_barrier((index, prob, value(index)))
-            run = absorb(run, pop, *found, offset, config)
+            index, prob, x = jax.lax.optimization_barrier((index, prob, value(index)))
+            run = absorb(run, pop, index, prob, x, offset, config)
             return run, blocked.log_wealth(run.process, pop.cap, budget, pop.eta, config.process)
 
         done = run.process.invalid | _accepted(run, pop, budget, level, peak)

@@ -5,6 +5,8 @@ guard allows. A tree is wrong by about log2(n) ulp (Higham, Accuracy and Stabili
 4.2).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float

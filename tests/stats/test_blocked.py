@@ -48,7 +48,7 @@ def test_enumeration_notices_one_ticket_in_the_wrong_place(part):
 
 @pytest.mark.parametrize("units", SIZES)
 def test_counts_are_the_weights_rounded_and_at_least_one(units):
-    p = np.float32(counts_of(units, 1) * np.random.default_rng(2).random(units))
+    p = (counts_of(units, 1) * np.random.default_rng(2).random(units)).astype(np.float32)
     p[0], p[-1] = 1e-12, 1.0
     law = jax.jit(blocked.integer_law)(jnp.asarray(p), np.float32(p.sum()))
     want = np.where(p > 0, np.maximum(p.astype(np.float64) / p.sum() * 2**30, 1), 0)
@@ -77,7 +77,7 @@ def test_draws_follow_the_claimed_law():
 @pytest.mark.parametrize("units", [3, 4095, 4096, 50_021])
 @pytest.mark.parametrize("signs", [1, -1])
 def test_outward_sums_enclose_the_exact_sum(units, signs):
-    x = np.float32(np.random.default_rng(units).lognormal(0, 3, units))
+    x = np.random.default_rng(units).lognormal(0, 3, units).astype(np.float32)
     x[::2] *= signs
     exact, size = x.astype(np.float64).sum(), np.abs(x.astype(np.float64)).sum()
     low, high = (float(jax.jit(sums.outward_sum, static_argnums=1)(x, way)) for way in (-1, 1))

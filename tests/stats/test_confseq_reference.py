@@ -112,21 +112,24 @@ def test_betting(method, lower_share, dtype):
         assert np.abs(bounds(betting, config, case, dtype) - wanted).max() <= 2 / p["breaks"] + 1e-6
 
 
-@functools.cache
-def capital_path(config, data_key: str, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(log capital after each observation, [n, 2, G]; the bets, [2, n]) in float64."""
-
+@jax.jit
+def _capital_path(start, x):
     def step(state, x):
         state, _ = betting.update(state, x)
         return state, (state.capital, state.peak)
 
+    capital, peak = jax.lax.scan(step, start, x)[1]
+    bets = betting.bets(start.plan, advance(start.plan, start.moments, x)[1])
+    return jnp.where(peak >= betting.DEAD, jnp.inf, capital), bets
+
+
+@functools.cache
+def capital_path(config, data_key: str, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """(log capital after each observation, [n, 2, G]; the bets, [2, n]) in float64."""
     with jax.enable_x64(True):
         x = jnp.asarray(REFERENCE["data"][data_key][:n], "float64")
-        start = betting.init(config, jnp.float64)
-        _, (capital, peak) = jax.lax.scan(step, start, x)
-        bets = betting.bets(start.plan, advance(start.plan, start.moments, x)[1])
-        dead = np.asarray(peak) >= betting.DEAD
-        return np.where(dead, np.inf, np.asarray(capital)), np.asarray(bets)
+        capital, bets = _capital_path(betting.init(config, jnp.float64), x)
+        return np.asarray(capital), np.asarray(bets)
 
 
 def test_log_capital():

@@ -27,7 +27,19 @@ MODULES = list(CONFIGS)
 SAMPLES = st.lists(st.floats(0, 1, width=32), min_size=N, max_size=N).map(lambda v: np.array(v, np.float32))
 LEVELS = (0.2, 0.05, 0.001)
 
-update_batch = jax.jit(lambda module, state, x, valid: module.update_batch(state, x, valid)[0], static_argnums=0)
+MOST = 300  # observations of a test, padded to this so that a module is compiled once
+_update_batch = jax.jit(lambda module, state, x, valid: module.update_batch(state, x, valid)[0], static_argnums=0)
+_bound = jax.jit(lambda module, state, alpha: jnp.stack(module.bound(state, alpha)), static_argnums=0)
+
+
+def update_batch(module, state, x, valid=None):
+    valid = np.ones(x.size, bool) if valid is None else np.asarray(valid)
+    more = (0, MOST - x.size)
+    return _update_batch(module, state, np.pad(np.asarray(x), more, constant_values=np.nan), np.pad(valid, more))
+
+
+def bound(module, state, alpha):
+    return np.asarray(_bound(module, state, np.asarray(alpha, state.plan.alpha.dtype)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -36,7 +48,7 @@ def path(module, state, x):
 
     def step(state, x):
         state, _ = module.update(state, x)
-        return state, jnp.stack([jnp.stack(module.bound(state, a)) for a in LEVELS])
+        return state, jax.vmap(lambda alpha: jnp.stack(module.bound(state, alpha)))(jnp.asarray(LEVELS))
 
     return jax.lax.scan(step, state, x)
 
@@ -86,8 +98,8 @@ def test_reflection(module, x):
 @pytest.mark.parametrize("module", MODULES)
 def test_one_sided_bounds_are_tighter_and_leave_the_other_side_open(module):
     x = some(3, 300)
-    after = lambda share: update_batch(module, start(module, lower_share=share), x, None)
-    both, lower, upper = (np.array(module.bound(after(share), 0.05)) for share in (0.5, 1.0, 0.0))
+    after = lambda share: update_batch(module, start(module, lower_share=share), x)
+    both, lower, upper = (bound(module, after(share), 0.05) for share in (0.5, 1.0, 0.0))
     assert lower[1] == 1 and upper[0] == 0
     assert lower[0] >= both[0] > 0 and upper[1] <= both[1] < 1
 
@@ -95,7 +107,7 @@ def test_one_sided_bounds_are_tighter_and_leave_the_other_side_open(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_an_exhausted_population_is_known(module):
     x = some(5, 31)
-    got = np.array(module.bound(update_batch(module, start(module, population=31), x, None), 1e-6))
+    got = bound(module, update_batch(module, start(module, population=31), x), 1e-6)
     np.testing.assert_allclose(got, np.mean(np.asarray(x, np.float64)), atol=2e-6)
     assert got[0] <= np.mean(np.asarray(x, np.float64)) <= got[1]
 
@@ -103,18 +115,18 @@ def test_an_exhausted_population_is_known(module):
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("constant", [0.0, 1.0])
 def test_constants_at_the_ends(module, constant):
-    state = update_batch(module, start(module), jnp.full(200, constant), None)
-    lower, upper = module.bound(state, 0.05)
+    state = update_batch(module, start(module), jnp.full(200, constant))
+    lower, upper = bound(module, state, 0.05)
     assert lower <= constant <= upper and upper - lower < 0.3
 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1e-3, 1.001])
 def test_bad_observations_void_the_bounds_for_good(module, bad):
-    state = update_batch(module, start(module), some(1).at[4].set(bad), None)
-    state = update_batch(module, state, some(2), None)
+    state = update_batch(module, start(module), some(1).at[4].set(bad))
+    state = update_batch(module, state, some(2))
     assert state.moments.invalid
-    assert np.array(module.bound(state, 0.05)).tolist() == [0, 1]
+    assert bound(module, state, 0.05).tolist() == [0, 1]
     assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves(state))
     with pytest.raises(ValueError, match=r"the observation is .*lies in \[0, 1\]"):
         module.update(start(module), bad)
@@ -122,7 +134,7 @@ def test_bad_observations_void_the_bounds_for_good(module, bad):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_more_draws_than_the_population_void_the_bounds(module):
-    state = update_batch(module, start(module, population=N), some(1), None)
+    state = update_batch(module, start(module, population=N), some(1))
     assert not state.moments.invalid
     after, info = jax.jit(module.update)(state, 0.5)
     assert after.moments.invalid and info.invalid and (int(info.used), int(info.ignored)) == (0, 1)
@@ -132,31 +144,32 @@ def test_more_draws_than_the_population_void_the_bounds(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_alpha_that_is_no_probability(module):
-    state = update_batch(module, start(module), some(1, 60), None)
+    state = update_batch(module, start(module), some(1, 60))
     for alpha in (0.0, 1.0, -0.1, float("nan")):
         with pytest.raises(ValueError, match="alpha is"):
             module.bound(state, alpha)
-        assert np.array(jax.jit(module.bound)(state, jnp.float32(alpha))).tolist() == [0, 1]
+        assert bound(module, state, alpha).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_vmap_and_float64(module):
     xs = jnp.stack([some(seed) for seed in range(3)])
-    many = jax.vmap(lambda x: jnp.stack(module.bound(module.update_batch(start(module), x)[0], 0.05)))(xs)
+    after = lambda state, x: jnp.stack(module.bound(module.update_batch(state, x)[0], 0.05))
+    many = jax.jit(jax.vmap(after, (None, 0)))(start(module), xs)
     with jax.enable_x64(True):
-        config = CONFIGS[module]()
+        state, one = module.init(CONFIGS[module](), jnp.float64), jax.jit(after)
         for x, row in zip(np.asarray(xs, np.float64), many, strict=True):
-            bounds = module.bound(module.update_batch(module.init(config, jnp.float64), jnp.asarray(x))[0], 0.05)
-            assert bounds[0].dtype == jnp.float64
+            bounds = one(state, x)
+            assert bounds.dtype == jnp.float64
             np.testing.assert_allclose(row, bounds, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_jit_equals_eager(module):
     x, state = some(4, 9), start(module)
-    eager, jitted = module.update_batch(state, x)[0], update_batch(module, state, x, None)
+    eager, jitted = module.update_batch(state, x)[0], update_batch(module, state, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), eager, jitted)
-    np.testing.assert_allclose(module.bound(eager, 0.05), jax.jit(module.bound)(eager, 0.05), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(module.bound(eager, 0.05), bound(module, eager, 0.05), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +196,8 @@ def test_refusals(make, words):
 def test_varying_means_use_predictions_and_refuse_wild_ones():
     x = some(7, 80)
     state = varying_means.init()
-    plain = varying_means.bound(varying_means.update_batch(state, x)[0], 0.05)
-    told = varying_means.bound(varying_means.update_batch(state, x, None, jnp.clip(x + 0.02, 0, 1))[0], 0.05)
+    after = jax.jit(lambda *seen: varying_means.bound(varying_means.update_batch(state, *seen)[0], 0.05))
+    plain, told = after(x), after(x, None, jnp.clip(x + 0.02, 0, 1))
     assert told[1] - told[0] < plain[1] - plain[0]
     wild, info = jax.jit(varying_means.update)(state, 0.5, 1.5)
     assert info.invalid
@@ -198,10 +211,11 @@ def test_varying_means_batches_equal_single_updates(boundary):
     config = VaryingMeansConfig(boundary=boundary)
     state = varying_means.init(config)
     x = some(8)
-    single = jax.lax.scan(lambda s, v: (varying_means.update(s, v)[0], None), state, x)[0]
-    batch, info = varying_means.update_batch(state, x)
+    single = jax.jit(lambda x: jax.lax.scan(lambda s, v: (varying_means.update(s, v)[0], None), state, x)[0])(x)
+    batch, info = jax.jit(varying_means.update_batch)(state, x)
     assert (int(info.used), int(info.ignored), bool(info.invalid)) == (N, 0, False)
     np.testing.assert_allclose(single.variation, batch.variation, rtol=1e-5)
-    bounds = varying_means.bound(batch, 0.05, config)
-    np.testing.assert_allclose(varying_means.bound(single, 0.05, config), bounds, rtol=1e-5)
+    bound_of = jax.jit(lambda state: varying_means.bound(state, 0.05, config))
+    bounds = bound_of(batch)
+    np.testing.assert_allclose(bound_of(single), bounds, rtol=1e-5)
     assert 0 <= bounds[0] <= x.mean() <= bounds[1] <= 1

@@ -197,7 +197,8 @@ def test_rounds_are_one_long_run():
 
 def test_bounds_alone_accept_without_a_read():
     lower, upper, _ = (jnp.float32(v) for v in units(9))
-    report = pooled.audit(jax.random.key(0), lower, upper, upper * np.nan, float(upper.sum()) * 1.01, LEVEL)
+    audit = jax.jit(lambda budget: pooled.audit(jax.random.key(0), lower, upper, upper * np.nan, budget, LEVEL))
+    report = audit(float(upper.sum()) * 1.01)
     assert bool(report.accepted) and int(report.reads) == 0 == int(report.draws)
 
 
