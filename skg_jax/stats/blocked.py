@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats import sampling
 from skg_jax.stats._types import RealLike
-from skg_jax.stats.sums import prefix_sum
+from skg_jax.stats.sums import on_cpu, prefix_sum
 
 FOLDS = 4  # so that 1/16 of the counts is accumulated, which is serial
 DRAWS = 64  # draws of a block of the wealth
@@ -75,7 +75,7 @@ def draw(key: Key[Array, ""], law: BlockedLaw, n: int) -> Int32[Array, "n"]:
 
 def unit_of(law: BlockedLaw, ticket: UInt32[Array, "n"]) -> Int32[Array, "n"]:
     """The unit that holds a ticket, 0 <= ticket < sum(k)."""
-    method = "scan" if jax.default_backend() == "cpu" else "scan_unrolled"  # one launch instead of three a bisection
+    method = "scan" if on_cpu() else "scan_unrolled"  # one launch instead of three a bisection
     found = jnp.searchsorted(law.ends, ticket, side="right", method=method)
     block = jnp.minimum(found, law.ends.size - 1).astype(jnp.int32)
     ticket = ticket - jnp.where(block > 0, law.ends[block - 1], 0)
@@ -138,7 +138,7 @@ def upper(
         low, high = bracket
         share = jnp.arange(1, config.grid + 1, dtype=dtype) / (config.grid + 1)
         edges = jnp.concatenate([low[None], low + (high - low) * share, high[None]])
-        at_once = 1 if jax.default_backend() == "cpu" else config.grid  # caches are small, launches dear
+        at_once = 1 if on_cpu() else config.grid
         peaks = jax.lax.map(lambda m: log_wealth(state, cap, m, eta, config), edges[1:-1], batch_size=at_once)
         last = jnp.max(jnp.where(peaks >= log_inv_alpha, 0, jnp.arange(1, config.grid + 1)))
         return (edges[last], jnp.minimum(edges[last + 1], high)), None

@@ -5,14 +5,17 @@ guard allows. A tree is wrong by about log2(n) ulp (Higham, Accuracy and Stabili
 4.2).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 ROWS, LONG = 32, 4096
 OUTWARD = 4e-6  # above the relative error of `outward_sum` in float32 up to 2**28 terms: 31 + 23 + 1 roundings
+
+
+def on_cpu() -> bool:
+    """Which of two forms is meant, where they differ: a CPU has small caches and cheap launches, a GPU the opposite."""
+    return jax.default_backend() == "cpu"
 
 
 def tree_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch"]:

@@ -48,7 +48,7 @@ def path(module, state, x):
 
     def step(state, x):
         state, _ = module.update(state, x)
-        return state, jax.vmap(lambda alpha: jnp.stack(module.bound(state, alpha)))(jnp.asarray(LEVELS))
+        return state, jnp.stack([jnp.stack(module.bound(state, a)) for a in LEVELS])
 
     return jax.lax.scan(step, state, x)
 
