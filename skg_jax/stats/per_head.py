@@ -137,9 +137,9 @@ def audit_order(
     value = reader(read)
     run = start(order, pop)
     for size in config.rounds:
-        more = lambda run, size=size: _round(run, order, pop, value, budgets, log_inv_alpha, size, config)
-        idle = ~jnp.any(needs(run, order, pop, budgets, log_inv_alpha, config) > 0)
-        run = jax.lax.cond(idle, lambda run: run, more, run)
+        more = lambda run, need, size=size: _round(run, need, order, pop, value, budgets, size, config)
+        need = needs(run, order, pop, budgets, log_inv_alpha, config)
+        run = jax.lax.cond(jnp.any(need > 0), more, lambda run, need: run, run, need)
     return _report(run, order, pop, budgets, log_inv_alpha, config)
 
 
@@ -192,8 +192,7 @@ def allocate(need: Float[Array, "H"], left: Int32[Array, "H"], size: int) -> Int
     return counts
 
 
-def _round(run: Run, order, pop: Population, value: Read, budgets, log_inv_alpha, size: int, config) -> Run:
-    need = needs(run, order, pop, budgets, log_inv_alpha, config)
+def _round(run: Run, need, order, pop: Population, value: Read, budgets, size: int, config: PerHeadConfig) -> Run:
     counts = allocate(need, _available(order, pop) - run.count, size)
     ends = jnp.cumsum(counts)
     slot = jnp.arange(size)
