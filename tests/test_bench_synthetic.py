@@ -64,11 +64,13 @@ def test_a_schedule_forces_the_share_of_rows_that_was_asked_for():
 def test_the_whole_command(toy, tmp_path):
     output = tmp_path / "out.json"
     code = cli.main([
-        "decode", "--config", "toy", "--cells", "2x1280", "--steps", "32", "--dense-layers", "2",
+        "decode", "--config", "toy", "--cells", "2x1280", "2x1280@640:guarded", "--steps", "32", "--dense-layers", "2",
         "--output", str(output), "--modes", "cudnn", "sparse", "guarded", "forced-fallback",
     ])  # fmt: skip
     assert code == 0
-    (cell,) = json.loads(output.read_text())["cells"]
+    cell, shorter = json.loads(output.read_text())["cells"]
+    assert shorter["context"] == 640 and list(shorter["modes"]) == ["guarded"]
+    assert shorter["modes"]["guarded"]["step_ms"]["n"] == 128 and cell["compilations_while_timed"] == 0
     modes = cell["modes"]
     assert {name: m["step_ms"]["n"] for name, m in modes.items() if "forced" not in name} == dict.fromkeys(
         ("cudnn", "sparse", "guarded"), 32

@@ -37,17 +37,24 @@ COMPILATION = "/jax/core/compile/backend_compile_duration"  # an event of jax.mo
 
 
 class Cell(NamedTuple):
-    """`batch x capacity`, or `batch x capacity @ context` for decoding near a context below the capacity."""
+    """`batch x capacity [@ context] [: modes]`; a context below the capacity needs no other program or cache."""
 
     batch: int
     capacity: int
     context: int
+    modes: tuple[str, ...]  # none: those of the command
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        sizes, _, context = text.partition("@")
+        """Raises ValueError for anything else."""
+        place, _, modes = text.partition(":")
+        sizes, _, context = place.partition("@")
         batch, capacity = (int(part) for part in sizes.split("x"))
-        return cls(batch, capacity, int(context or capacity))
+        return cls(batch, capacity, int(context or capacity), tuple(modes.split(",")) if modes else ())
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.batch, self.capacity
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -57,10 +64,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="a published model's name")
     parser.add_argument(
         "--cells", nargs="+", type=Cell.parse, default=[Cell.parse("8x65536"), Cell.parse("1x131072")],
-        metavar="BxT[@C]", help="batch x tokens of the cache, and the context if it is shorter",
+        metavar="BxT[@C][:MODE,...]",
+        help="batch x tokens of the cache; the context, if it is shorter; modes, if they are not those of --modes",
     )  # fmt: skip
     parser.add_argument("--modes", nargs="+", default=[BASELINE, SPARSE, GUARDED], help="see docs/benchmarks")
     parser.add_argument("--steps", type=int, default=1008, help="timed attempts of each mode in a cell")
+    parser.add_argument("--short-steps", type=int, default=128, help="the same in cells with a shorter context")
     parser.add_argument("--pages", type=float, default=0.1)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--bounds", default="sketch")
@@ -71,12 +80,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="kernels and copies of one dispatch of each mode")
     parser.add_argument("--output", type=Path, help="write the JSON to this file")
     args = parser.parse_args(argv)
-    if args.steps < ATTEMPTS:
-        raise ValueError(f"steps must be at least {ATTEMPTS}, one dispatch, not {args.steps}.")
+    if min(args.steps, args.short_steps) < ATTEMPTS:
+        raise ValueError(f"steps must be at least {ATTEMPTS}, one dispatch, not {min(args.steps, args.short_steps)}.")
+    args.cells = [cell._replace(modes=cell.modes or tuple(args.modes)) for cell in args.cells]
     known = [BASELINE, *modes(published.get(args.config), args.page_size, args.bounds)]
-    if unknown := [name for name in args.modes if name not in known]:
+    if unknown := [name for cell in args.cells for name in cell.modes if name not in known]:
         raise ValueError(f"there is no mode {unknown[0]!r}; choose among {', '.join(known)}.")
-    args.steps = -(-args.steps // ATTEMPTS) * ATTEMPTS
+    args.steps, args.short_steps = (-(-n // ATTEMPTS) * ATTEMPTS for n in (args.steps, args.short_steps))
     return args
 
 
@@ -92,31 +102,33 @@ def main(argv: Sequence[str]) -> int:
         name: value if isinstance(value, int | float | None) else str(value) for name, value in vars(args).items()
     }
     record = {"benchmark": "decode, synthetic", "settings": settings, "environment": environment(), "cells": []}
-    sizes = dict.fromkeys(cell[:2] for cell in args.cells)
-    runs = [runs_of(args, config, params, *size) for size in sizes]
-    programs, record["compile_s"] = compile_all(list(itertools.chain(*runs)))
+    sizes = {cell.size: [other for other in args.cells if other.size == cell.size] for cell in args.cells}
+    runs = {size: runs_of(args, config, params, cells) for size, cells in sizes.items()}
+    programs, record["compile_s"] = compile_all([run for of_size in runs.values() for run in of_size.values()])
     save = lambda: args.output and args.output.write_text(json.dumps(record, indent=1) + "\n")
-    for size in sizes:
-        of_size, cache = runs.pop(0), _cache(args, config, directions, *size)  # and let go of the last size's
-        for cell in [cell for cell in args.cells if cell[:2] == size]:
-            record["cells"].append(dict(zip(Cell._fields, cell, strict=True)))
-            cache = measure(args, of_size, programs, cache, cell, record["cells"][-1], save)
-        del of_size, cache
+    for size, cells in sizes.items():
+        of_size, cache = runs.pop(size), _cache(args, config, directions, *size)  # and let go of the last size's
+        for cell in cells:
+            record["cells"].append({"batch": cell.batch, "capacity": cell.capacity, "context": cell.context})
+            chosen = [of_size[name] for name in cell.modes]
+            cache = measure(args, chosen, programs, cache, cell, record["cells"][-1], save)
+        del of_size, chosen, cache
     return 0
 
 
-def runs_of(args, config: ModelConfig, params, batch: int, capacity: int) -> list[Run]:
-    """The wanted modes at one batch size and capacity."""
+def runs_of(args, config: ModelConfig, params, cells: Sequence[Cell]) -> dict[str, Run]:
+    """The wanted modes at one batch size and capacity, that of all `cells`."""
+    batch, capacity = cells[0].size
     shape = jax.eval_shape(
         lambda: kv.init(config.num_layers, config.num_kv_heads, config.head_dim, batch, capacity, jnp.bfloat16)
     )
     known = modes(config, args.page_size, args.bounds)
-    return [
-        baseline(params, config, batch, capacity, args.dense_layers)
+    return {
+        name: baseline(params, config, batch, capacity, args.dense_layers)
         if name == BASELINE
         else paged(name, known[name], params, shape, args.tau, args.pages, args.steps)
-        for name in args.modes
-    ]
+        for name in dict.fromkeys(itertools.chain(*(cell.modes for cell in cells)))
+    }
 
 
 def compile_all(runs: Sequence[Run]) -> tuple[dict[Any, Any], dict[str, Any]]:
@@ -156,14 +168,15 @@ def _first(context: int, timed: int) -> int:
 def measure(args, runs: Sequence[Run], programs, cache, cell: Cell, row: dict[str, Any], save) -> kv.PagedKVCache:
     """All modes of one cell in turns, then their kernels if asked for. A run that is cut short keeps what was saved."""
     say(f"{cell.batch} x {cell.context} of {cell.capacity}")
-    first, row["read_tb_s"] = _first(cell.context, args.steps), read_ceiling(cache.k)
+    steps = args.steps if cell.context == cell.capacity else args.short_steps
+    first, row["read_tb_s"] = _first(cell.context, steps), read_ceiling(cache.k)
     samples, compilations = {run.name: [] for run in runs}, []
     for run in runs:
         cache, _ = timed_call(run, programs[run.key], cache, first)
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: compilations.append(event) if event == COMPILATION else None
     )
-    for i in range(args.steps // ATTEMPTS):
+    for i in range(steps // ATTEMPTS):
         turn = [run for run in runs if i % run.every == 0]
         for run in turn[i % len(turn) :] + turn[: i % len(turn)]:
             cache, sample = timed_call(run, programs[run.key], cache, first + ATTEMPTS * (i + 1))
