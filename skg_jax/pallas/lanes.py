@@ -24,9 +24,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 WARPGROUP = 128
 WARP = 32
-AT_ONCE = 3  # sums that share a barrier, at most
-SLOTS = 3 + 2 * AT_ONCE  # rows of shared memory: two for code in a line, one for the list, two sets for loops
-_LIST, _LOOP = 2, 3  # the first row of each
+SLOTS = 5  # of shared memory: two for code in a line, two for loops, one for the list
 _REF = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _SAME = plgpu.Layout.WG_SPLAT((WARPGROUP,))  # one value in every lane
@@ -74,33 +72,29 @@ class Lanes:
             array, _row_number(array, at), used
         )
 
-    def sum(self, x):
-        """Sum over the row, the same in every lane."""
-        return self._reduce([x], "add")[0]
-
-    def sums(self, xs: list, trip) -> list:
-        """Sums of up to AT_ONCE arrays, in a loop of which this is the only call; `trip` counts by ones."""
-        return self._reduce(xs, "add", _LOOP + (trip & 1) * AT_ONCE)
+    def sum(self, x, loop=None):
+        """Sum over the row, the same in every lane. `loop`: number of the trip, in a loop with one call."""
+        return self._reduce(x, "add", loop)
 
     def max(self, x):
         """Largest element, or NaN if there is one."""
-        return self._reduce([x], "max")[0]
+        return self._reduce(x, "max", None)
 
-    def _reduce(self, xs: list, op: str, slot=None) -> list:
-        if slot is None:
+    def _reduce(self, x, op: str, loop):
+        if loop is None:
             self._turn ^= 1
-            slot = jnp.int32(self._turn)
-        kinds = tuple(plgpu.ShapeDtypeStruct((WARPGROUP,), x.dtype, _SAME) for x in xs)
+        slot = jnp.int32(self._turn) if loop is None else 2 + (loop & 1)
+        kind = plgpu.ShapeDtypeStruct((WARPGROUP,), x.dtype, _SAME)
         run = functools.partial(_reduce, op=op, warps=4 * self.warpgroups)
-        args = (*[self._layout] * len(xs), _REF, _SCALAR)
-        return [_one_of(x) for x in plgpu.inline_mgpu(arg_types=args, return_type=kinds)(run)(*xs, self.scratch, slot)]
+        args = (self._layout, _REF, _SCALAR)
+        return _one_of(plgpu.inline_mgpu(arg_types=args, return_type=kind)(run)(x, self.scratch, slot))
 
     def write(self, read, ids_gmem, mask_gmem, at: tuple):
         """Store row `at` of the list of pages with read != 0, ascending, and of the mask. Returns how many there are.
 
         Entries of the list past their number are M - 1.
         """
-        run = functools.partial(_write, warps=4 * self.warpgroups, slot=_LIST)
+        run = functools.partial(_write, warps=4 * self.warpgroups, slot=SLOTS - 1)
         kind = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, _SAME)
         call = plgpu.inline_mgpu(arg_types=(self._layout, _REF, _REF, _SCALAR, _REF), return_type=kind)(run)
         return _one_of(call(read, ids_gmem, mask_gmem, _row_number(ids_gmem, at), self.scratch))
@@ -215,33 +209,26 @@ def _over_warp(x, combine):
     return x
 
 
-def _exchange(xs: list, scratch, slot, warps: int) -> list[list]:
-    """One value of each warp, known to every lane, of each of `xs`; rows from `slot` on. One block barrier."""
+def _exchange(x, scratch, slot, warps: int):
+    """One value of each warp, known to every lane. One block barrier."""
     base = utils.getelementptr(utils.memref_ptr(scratch), [arith.muli(slot, _const(warps))], _i32())
-    rows = [utils.getelementptr(base, [warps * i], _i32()) for i in range(len(xs))]
-    for row, x in zip(rows, xs, strict=True):
-        own = utils.getelementptr(row, [utils.warp_idx()], _i32())
-        llvm.store(utils.bitcast(x, _i32()), own)  # every lane of the warp stores the same
+    own = utils.getelementptr(base, [utils.warp_idx()], _i32())
+    llvm.store(utils.bitcast(x, _i32()), own)  # every lane of the warp stores the same
     gpu.barrier()
-    return [_words(row, warps, x.type) for row, x in zip(rows, xs, strict=True)]
-
-
-def _words(row, count: int, kind) -> list:
     words = []
-    for first in range(0, count, 4):
-        quad = llvm.load(ir.VectorType.get((4,), _i32()), utils.getelementptr(row, [first], _i32()), alignment=16)
+    for first in range(0, warps, 4):
+        quad = llvm.load(ir.VectorType.get((4,), _i32()), utils.getelementptr(base, [first], _i32()), alignment=16)
         at = [ir.DenseI64ArrayAttr.get([i]) for i in range(4)]
         words += [vector.extract(quad, dynamic_position=[], static_position=i) for i in at]
-    return [utils.bitcast(w, kind) for w in words]
+    return [utils.bitcast(w, x.type) for w in words]
 
 
-def _reduce(ctx, *args, op: str, warps: int):
-    *xs, scratch, slot = args
-    lists = [_scalars(x) for x in xs]
-    combine = _combine(op, lists[0][0].type)
-    of_warp = [_over_warp(_tree(values, combine), combine) for values in lists]
-    totals = [_tree(words, combine) for words in _exchange(of_warp, scratch, _scalar(slot), warps)]
-    return tuple(_as_same(total, _signed(total.type)) for total in totals)
+def _reduce(ctx, x, scratch, slot, *, op: str, warps: int):
+    values = _scalars(x)
+    combine = _combine(op, values[0].type)
+    of_warp = _over_warp(_tree(values, combine), combine)
+    total = _tree(_exchange(of_warp, scratch, _scalar(slot), warps), combine)
+    return _as_same(total, _signed(total.type))
 
 
 def _write(ctx, read, ids_gmem, mask_gmem, row, scratch, *, warps: int, slot: int):
@@ -250,7 +237,7 @@ def _write(ctx, read, ids_gmem, mask_gmem, row, scratch, *, warps: int, slot: in
     vote = "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
     ballots = [_asm(vote, "=r,r", flag, pure=False) for flag in flags]
     counts = [_asm("popc.b32 $0, $1;", "=r,r", b) for b in ballots]
-    (by_warp,) = _exchange([_tree(counts, arith.addi)], scratch, _const(slot), warps)
+    by_warp = _exchange(_tree(counts, arith.addi), scratch, _const(slot), warps)
     total = _tree(by_warp, arith.addi)
     ahead = _before(by_warp)  # pages read before the run of this warp
     below = _asm("mov.u32 $0, %lanemask_lt;", "=r")

@@ -27,7 +27,7 @@ from skg_jax.pallas.lanes import SLOTS, WARPGROUP, Lanes
 LOG_FLOOR = -64.0  # pages this far below a head's best have no share: no denormal numbers
 WHOLE = 2**30  # a share of one, where shares are added: as integers every order gives the same sum
 _MOST_REGISTERS = 32  # pages that one lane can hold beside everything else
-_BITS = 30  # of a key: shares are at most 1, and 2.0 is the first number with bit 30
+_HIGHEST_BIT = 29  # shares are at most 1, and 2.0 is the first number with bit 30
 
 type By = Literal["count", "share"]
 type Lists = tuple[Int[Array, "B K M"], Int[Array, "B K"], UInt8[Array, "B K M"]]
@@ -202,24 +202,19 @@ def _first(share, weight, candidate, forced_weight, limit, ids, lanes, by: By):
 def _last_key(key, weight, forced_weight, limit, lanes):
     """The smallest key with less than `limit` in larger keys, what these hold, and whether the rest is exact.
 
-    Two bits at a time: the answer has the largest of their values from which on keys hold the limit already. It is
-    exact where they hold just the limit: all of them are read, and nothing remains to be decided.
+    Bit by bit: the answer has a bit if the keys from there on hold the limit already. It is exact where they hold
+    just the limit: all of them are read, and nothing remains to be decided.
     """
 
     def step(carry):
-        trip, last, above, _ = carry
-        trials = [last | lax.shift_left(jnp.int32(value), trip * 2) for value in (1, 2, 3)]
-        held = lanes.sums([jnp.where(key >= trial, weight, 0) for trial in trials], trip)
-        exact = jnp.int32(0)
-        for trial, more in zip(trials, held, strict=True):
-            more = forced_weight + more
-            enough = more >= limit
-            above = jnp.where(enough, above, jnp.maximum(above, more))  # the first that falls short holds most
-            last, exact = jnp.where(enough, trial, last), jnp.where(enough, jnp.where(more == limit, 1, 0), exact)
-        return trip - 1, last, above, exact
+        bit, last, above, _ = carry
+        trial = last | lax.shift_left(jnp.int32(1), bit)
+        held = forced_weight + lanes.sum(jnp.where(key >= trial, weight, 0), loop=bit)
+        enough = held >= limit
+        return bit - 1, jnp.where(enough, trial, last), jnp.where(enough, above, held), jnp.where(held == limit, 1, 0)
 
     more = lambda carry: (carry[0] >= 0) & (carry[3] == 0)
-    start = (jnp.int32(_BITS // 2 - 1), jnp.int32(0), forced_weight, jnp.int32(0))
+    start = (jnp.int32(_HIGHEST_BIT), jnp.int32(0), forced_weight, jnp.int32(0))
     _, last, above, exact = lax.while_loop(more, step, start)
     return last, above, exact != 0
 
@@ -236,7 +231,7 @@ def _tie_cut(tied, room, ties, ids, lanes):
     def step(carry):
         bit, cut = carry
         trial = cut | lax.shift_left(jnp.int32(1), bit)
-        (ahead,) = lanes.sums([jnp.where(tied & (ids < trial), 1, 0)], bit)
+        ahead = lanes.sum(jnp.where(tied & (ids < trial), 1, 0), loop=bit)
         return bit - 1, jnp.where(ahead < room, trial, cut)
 
     highest = lanes.capacity.bit_length() - 1
@@ -258,12 +253,9 @@ class _Interpreted:
         del used
         return array[at].astype(dtype)
 
-    def sum(self, x):
+    def sum(self, x, loop=None):
+        del loop
         return jnp.sum(x, dtype=x.dtype)
-
-    def sums(self, xs, trip):
-        del trip
-        return [self.sum(x) for x in xs]
 
     def max(self, x):
         return jnp.max(x)
