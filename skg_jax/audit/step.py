@@ -25,7 +25,7 @@ from skg_jax.stats import blocked
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats.sums import tree_sum
 
-EVERY_DRAW = 4096  # draws of a process that is looked at after each of them
+EVERY_DRAW = 2048  # draws of a process that is looked at after each of them
 
 
 class _Run(NamedTuple):

@@ -98,9 +98,8 @@ def main(argv: Sequence[str]) -> int:
     spreads = synthesis.head_spreads(synthesis.profile(args.profile), config)
     directions = synthesis.directions(config, jax.random.key(1))
     params = decoder.unstack(synthesis.synthetic_params(config, spreads, directions, jax.random.key(0)))
-    settings = {
-        name: value if isinstance(value, int | float | None) else str(value) for name, value in vars(args).items()
-    }
+    plain = lambda value: value if isinstance(value, int | float | None) else str(value)
+    settings = {name: plain(value) for name, value in vars(args).items() if name != "output"}
     record = {"benchmark": "decode, synthetic", "settings": settings, "environment": environment(), "cells": []}
     sizes = {cell.size: [other for other in args.cells if other.size == cell.size] for cell in args.cells}
     runs = {size: runs_of(args, config, params, cells) for size, cells in sizes.items()}
