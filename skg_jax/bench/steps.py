@@ -67,7 +67,7 @@ def _seal_behind(cache: PagedKVCache, rows: Rows, implementation: Implementation
 
 
 def start(batch: int, position: int) -> Rows:
-    """Rows that stand at one position."""
+    """Rows that stand at one position, at the first budget: `requests` knows no crossover."""
     zero = jnp.zeros(batch, jnp.int32)
     return Rows(zero, zero + position, zero, zero, jnp.zeros(batch, bool), guard_init(batch))
 

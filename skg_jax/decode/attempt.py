@@ -77,7 +77,8 @@ def settle(
     active = ~rows.done
     last_tier = requests.policy.budgets.shape[1] - 1
     tier = rows.tier if program.guarded else jnp.full_like(rows.tier, last_tier)  # unguarded: everything stands
-    decision, state = guard.decide(requests.policy, rows.guard, got.report, tier, rows.attempt, active)
+    length = rows.position + 1
+    decision, state = guard.decide(requests.policy, rows.guard, got.report, tier, rows.attempt, active, length)
     stands = active & ((decision.verdict == guard.Verdict.ACCEPT) | (decision.verdict == guard.Verdict.RELEASE))
     position = rows.position + stands
     over = stands & (jnp.any(token[:, None] == requests.stop, axis=1) | (position >= requests.last))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from models.config import ModelConfig
 from skg_jax.audit import AuditConfig, HeadWeights
+from skg_jax.guard import policy as guard
 from skg_jax.guard.policy import GuardState, Policy
 from skg_jax.pallas.dispatch import Implementation
 from skg_jax.sampling import SamplingParams
@@ -60,6 +61,12 @@ class Rows(NamedTuple):
     attempt: Int[Array, " B"]  # number of the next attempt, which its audit key is folded from
     done: Bool[Array, " B"]
     guard: GuardState
+
+
+def first_rows(policy: Policy, token: Int[Array, " B"], position: Int[Array, " B"], done: Bool[Array, " B"]) -> Rows:
+    """Rows before their first decode step, at the tier where it starts; see `Rows` for the arguments."""
+    state, none = guard.init(token.shape[0]), jnp.zeros_like(position)
+    return Rows(token, position, guard.resting_tier(policy, state, position + 1), none, done, state)
 
 
 class StepInfo(NamedTuple):

@@ -22,6 +22,8 @@ from skg_jax.stats import spending
 type Spending = Literal["uniform", "ledger"]
 type OnReject = Literal["exact", "release"]
 
+_LONGEST = 2**31 - 1  # what an int32 holds: longer than any context
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardConfig:
@@ -93,8 +95,8 @@ class GuardConfig:
         split = spending.ledger if self.spending == "ledger" else spending.uniform
         return split(self.alpha, steps + spares), spares
 
-    def policy(self, tau: float, pages: float, steps: list[int]) -> Policy:
-        """Arrays for a batch; `steps` holds the most decode steps of each row.
+    def policy(self, tau: float, pages: float, steps: list[int], dense_below: int = 0) -> Policy:
+        """Arrays for a batch; `steps` holds the most decode steps of each row, for `dense_below` see `Policy`.
 
         Raises:
           ValueError: if the tiers do not all exceed the first budget.
@@ -111,6 +113,7 @@ class GuardConfig:
             budgets=jnp.broadcast_to(budgets, (rows, budgets.size)),
             spares=jnp.asarray([spares for _, spares in plans], jnp.int32),
             to_exact=jnp.full(rows, self.on_reject == "exact"),
+            dense_below=jnp.full(rows, min(dense_below, _LONGEST), jnp.int32),
             schedule=jax.tree.map(lambda *xs: jnp.stack(xs), *schedules),
         )
 

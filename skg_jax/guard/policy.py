@@ -43,6 +43,7 @@ class Policy(NamedTuple):
     budgets: Float[Array, "B tiers"]  # page budget of each tier, ascending; the last is inf: exact
     spares: Int[Array, " B"]  # attempts beyond one per step that may be audited
     to_exact: Bool[Array, " B"]  # a step that no tier saves: exact attention, or released as it is
+    dense_below: Int[Array, " B"]  # steps over fewer tokens start exact: dense attention is faster there; 0: none
     schedule: spending.Schedule  # error level of each attempt
 
 
@@ -79,9 +80,14 @@ def budget(policy: Policy, state: GuardState) -> Budget:
     return Budget(policy.tau, jnp.where(alone, policy.schedule.log_inv[:, 1], level.log_inv_alpha))
 
 
-def resting_tier(policy: Policy, state: GuardState) -> Int[Array, " B"]:
-    """Tier at which the next token starts: exact once a bound broke or no alpha is left to certify with."""
-    exact = state.distrust | (_exhausted(policy, state) & policy.to_exact)
+def resting_tier(policy: Policy, state: GuardState, length: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Tier at which the next token starts: exact in a short context, once a bound broke, or without alpha to certify.
+
+    Args:
+      length: tokens of the cache in that step, its own included.
+    """
+    short = length < policy.dense_below
+    exact = short | state.distrust | (_exhausted(policy, state) & policy.to_exact)
     return jnp.where(exact, policy.budgets.shape[1] - 1, 0).astype(jnp.int32)
 
 
@@ -96,8 +102,9 @@ def decide(
     tier: Int[Array, " B"],
     attempt: Int[Array, " B"],
     active: Bool[Array, " B"],
+    length: Int[Array, " B"],
 ) -> tuple[Decision, GuardState]:
-    """Decide every row.
+    """Decide every row. length: tokens of the cache in this attempt, its own included.
 
     exact tier            -> ACCEPT
     corrupt keys          -> STOP
@@ -128,7 +135,7 @@ def decide(
         jnp.where(audited, jnp.maximum(state.last_key, attempt), state.last_key),
         state.distrust | (report.violated & audited),
     )
-    rest = resting_tier(policy, new)
+    rest = resting_tier(policy, new, length + 1)
     next_tier = jnp.select([verdict == Verdict.EXPAND, verdict == Verdict.FALLBACK], [tier + 1, last], rest)
     uncovered = counted & _exhausted(policy, state)
     return Decision(verdict.astype(jnp.int32), next_tier.astype(jnp.int32), reused, uncovered), new

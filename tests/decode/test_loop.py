@@ -68,6 +68,42 @@ def test_falling_back_at_every_step_is_dense_decoding(mixed):
     assert dense.exact.all() and (dense.drawn == 0).all()
 
 
+def test_below_the_crossover_steps_are_exact_unaudited_and_free_then_sparse_with_the_same_program(mixed):
+    del mixed  # compiled the program
+    jitted: Any = decode_loop
+    _, _, dense = _run(PROMPTS, 1.0, DENSE)
+    programs = jitted._cache_size()
+    for first, sooner in ((405, 0), (411, 2**31 - 1)):
+        _, rows, log = _run(PROMPTS, 1e3, dense_below=[first, sooner, 391])
+        exact = [first - 401, STEPS if sooner else 0, 0]  # the first step of row 0 is over 401 tokens with its own
+        assert log.active.all() and (log.verdict == Verdict.ACCEPT).all()
+        for row, count in enumerate(exact):
+            assert log.exact[:, row].tolist() == [True] * count + [False] * (STEPS - count)
+            assert (log.selected[:count, row] == log.total[:count, row]).all()
+            assert not log.units[:count, row].any() and log.drawn[count:, row].all()
+            assert int(rows.guard.spending.attempts[row]) == STEPS - count
+            assert tiny.tokens_of(log, row)[:count] == tiny.tokens_of(dense, row)[:count]
+    assert jitted._cache_size() == programs
+
+
+def test_with_every_row_below_the_crossover_no_sketch_is_read(mixed):
+    """The exact branch is taken: what only the sparse branch reads may be NaN."""
+    del mixed
+
+    def spoilt(dense_below):
+        asked = tiny.requests(PROMPTS, STEPS, 1e3, dense_below=dense_below)
+        cache, rows = tiny.start(PROMPTS, asked)
+        nan = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return tiny.finish(cache._replace(sketch=jax.tree.map(nan, cache.sketch)), rows, asked)
+
+    _, rows, log = spoilt(1000)
+    _, _, dense = _run(PROMPTS, 1.0, DENSE)
+    np.testing.assert_array_equal(log.token, dense.token)
+    assert log.exact.all() and not log.units.any() and not rows.guard.spending.attempts.any()
+    _, _, sparse = spoilt(0)
+    assert not np.isfinite(sparse.bound).all() or (sparse.verdict != Verdict.ACCEPT).any()  # there it is read
+
+
 def test_a_loose_budget_reads_few_pages(mixed):
     _, (_, _, log) = mixed
     share = log.selected[:, 0] / log.total[:, 0]

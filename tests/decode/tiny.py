@@ -11,9 +11,8 @@ import numpy as np
 from models import decoder
 from models.config import ModelConfig
 from skg_jax.audit import AuditConfig, HeadWeights
-from skg_jax.decode import Program, Requests, Rows, decode_loop, prefill
+from skg_jax.decode import Program, Requests, decode_loop, first_rows, prefill
 from skg_jax.guard.policy import Policy
-from skg_jax.guard.policy import init as guard_init
 from skg_jax.kv import cache as kv
 from skg_jax.sampling import SamplingParams
 from skg_jax.selectors import topk
@@ -46,9 +45,9 @@ def prompt(seed: int, length: int) -> np.ndarray:
 
 def requests(
     prompts, steps: int, tau, *, alpha=0.01, spares=64, attempts=None, to_exact=True, tiers=(0.15, 0.4), seed=0,
-    omega=None, uncovered=0.0,
+    omega=None, uncovered=0.0, dense_below=0,
 ) -> Requests:  # fmt: skip
-    """`tau` per row. Greedy."""
+    """`tau` and `dense_below` per row. Greedy."""
     rows = len(prompts)
     plan = spending.uniform(alpha, attempts or steps + spares)
     schedule = jax.tree.map(lambda x: jnp.stack([x] * rows), spending.schedule(plan))
@@ -57,6 +56,7 @@ def requests(
         budgets=jnp.broadcast_to(jnp.asarray([*tiers, jnp.inf], jnp.float32), (rows, len(tiers) + 1)),
         spares=jnp.full(rows, spares, jnp.int32),
         to_exact=jnp.full(rows, to_exact),
+        dense_below=jnp.asarray(np.broadcast_to(dense_below, rows), jnp.int32),
         schedule=schedule,
     )
     heads = jnp.full((CONFIG.num_layers, CONFIG.num_heads), (1 - uncovered) / (CONFIG.num_layers * CONFIG.num_heads))
@@ -83,12 +83,8 @@ def start(prompts, asked: Requests, program=PROGRAM, capacity=CAPACITY):
             index = [jnp.int32(i) for i in (row, at, len(chunk))]
             cache, token, _ = prefill(params(), cache, asked, tokens, *index, program=program)
         first.append(token)
-    count = jnp.zeros(len(prompts), jnp.int32)
-    rows = Rows(
-        jnp.stack(first), jnp.asarray([len(p) for p in prompts], jnp.int32), count, count, count > 0,
-        guard_init(len(prompts)),
-    )  # fmt: skip
-    return cache, rows
+    position = jnp.asarray([len(p) for p in prompts], jnp.int32)
+    return cache, first_rows(asked.policy, jnp.stack(first), position, position < 0)
 
 
 def finish(cache, rows, asked: Requests, program=PROGRAM, most=64):

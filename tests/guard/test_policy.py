@@ -12,14 +12,17 @@ from skg_jax.guard import policy as guard
 from skg_jax.guard.policy import Verdict
 from skg_jax.stats import spending
 
+LENGTH = 500  # tokens in the cache
 
-def _policy(spares=2, to_exact=True, attempts=10, plan=spending.uniform):
+
+def _policy(spares=2, to_exact=True, attempts=10, plan=spending.uniform, dense_below=0):
     schedule = jax.tree.map(lambda x: x[None], spending.schedule(plan(0.01, attempts)))
     return guard.Policy(
         jnp.full(1, 0.2),
         jnp.array([[0.1, 0.25, jnp.inf]]),
         jnp.full(1, spares, jnp.int32),
         jnp.full(1, to_exact),
+        jnp.full(1, dense_below, jnp.int32),
         schedule,
     )
 
@@ -32,15 +35,16 @@ def _report(accepted=False, violated=False, corrupt=(-1, -1), units=100):
     )  # fmt: skip
 
 
-def _decide(policy=None, state=None, report=None, tier=0, attempt=0, active=True):
+def _decide(policy=None, state=None, report=None, tier=0, attempt=0, active=True, length=LENGTH):
     one = lambda value: jnp.full(1, value)
     decision, after = guard.decide(
-        policy or _policy(), state or guard.init(1), report or _report(), one(tier), one(attempt), one(active)
-    )
+        policy or _policy(), state or guard.init(1), report or _report(), one(tier), one(attempt), one(active),
+        one(length),
+    )  # fmt: skip
     return jax.tree.map(lambda x: np.asarray(x)[0], (decision, after))
 
 
-@pytest.mark.parametrize(
+TRUTH = pytest.mark.parametrize(
     ("case", "verdict", "next_tier"),
     [
         ({"report": _report(accepted=True)}, Verdict.ACCEPT, 0),
@@ -55,9 +59,49 @@ def _decide(policy=None, state=None, report=None, tier=0, attempt=0, active=True
         ({"report": _report(accepted=True, corrupt=(3, 4))}, Verdict.STOP, 0),
     ],
 )
+
+
+@TRUTH
 def test_truth_table(case, verdict, next_tier):
     decision, _ = _decide(**case)
     assert (decision.verdict, decision.next_tier) == (verdict, next_tier)
+
+
+@TRUTH
+def test_below_the_crossover_only_the_tier_of_a_new_step_changes(case, verdict, next_tier):
+    policy = case.get("policy", _policy())._replace(dense_below=jnp.full(1, LENGTH + 2, jnp.int32))
+    decision, _ = _decide(**case | {"policy": policy})
+    retried = verdict in (Verdict.EXPAND, Verdict.FALLBACK)
+    assert (decision.verdict, decision.next_tier) == (verdict, next_tier if retried else 2)
+
+
+@pytest.mark.parametrize("length, tier", [(1, 2), (LENGTH - 1, 2), (LENGTH, 0), (LENGTH + 1, 0)])
+def test_the_first_step_is_exact_below_the_crossover_and_sparse_from_it_on(length, tier):
+    rest = lambda below: guard.resting_tier(_policy(dense_below=below), guard.init(1), jnp.full(1, length)).tolist()
+    assert rest(LENGTH) == [tier]
+    assert rest(0) == [0]
+
+
+def test_exact_steps_end_at_the_crossover_and_cost_no_alpha():
+    policy, state, tier, tiers = _policy(dense_below=LENGTH), guard.init(1), 2, []
+    for attempt, length in enumerate(range(LENGTH - 3, LENGTH + 2)):
+        tiers.append(tier)
+        audited = _report(accepted=True) if tier < 2 else _report(units=0)
+        batched = jax.tree.map(lambda x: jnp.asarray(x)[None], state) if attempt else state
+        level = float(guard.budget(policy, batched).log_inv_alpha[0])
+        assert level == pytest.approx(np.log(10 / 0.01), rel=1e-6)  # the share of one of ten attempts, still
+        decision, state = _decide(policy, batched, audited, tier, attempt, length=length)
+        assert decision.verdict == Verdict.ACCEPT
+        assert state.spending.attempts == max(length - LENGTH + 1, 0)
+        tier = int(decision.next_tier)
+    assert tiers == [2, 2, 2, 0, 0]
+    assert state.last_key == 4
+
+
+def test_each_row_has_its_own_crossover():
+    one = _policy()
+    policy = jax.tree.map(lambda x: jnp.concatenate([x, x, x]), one)._replace(dense_below=jnp.array([0, 500, 501]))
+    assert guard.resting_tier(policy, guard.init(3), jnp.full(3, 500)).tolist() == [0, 0, 2]
 
 
 def test_every_verdict_has_its_sentence():
@@ -68,7 +112,7 @@ def test_spares_are_counted_and_end():
     state, verdicts = guard.init(1), []
     for attempt in range(4):
         one = lambda value: jnp.full(1, value)
-        decision, state = guard.decide(_policy(), state, _report(), one(0), one(attempt), one(True))
+        decision, state = guard.decide(_policy(), state, _report(), one(0), one(attempt), one(True), one(LENGTH))
         verdicts.append(int(decision.verdict[0]))
     assert verdicts == [Verdict.EXPAND, Verdict.EXPAND, Verdict.FALLBACK, Verdict.FALLBACK]
 
@@ -76,7 +120,7 @@ def test_spares_are_counted_and_end():
 def test_a_broken_bound_is_never_forgotten():
     _, state = _decide(report=_report(violated=True))
     assert state.distrust
-    again = guard.resting_tier(_policy(), jax.tree.map(lambda x: jnp.asarray(x)[None], state))
+    again = guard.resting_tier(_policy(), jax.tree.map(lambda x: jnp.asarray(x)[None], state), jnp.full(1, LENGTH))
     assert int(again[0]) == 2
 
 
@@ -94,7 +138,7 @@ def test_without_alpha_left_steps_are_exact_or_stand_alone():
         policy = _policy(attempts=1, to_exact=to_exact)
         _, state = _decide(policy, report=_report(accepted=True))
         state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
-        assert int(guard.resting_tier(policy, state)[0]) == (2 if to_exact else 0)
+        assert int(guard.resting_tier(policy, state, jnp.full(1, LENGTH))[0]) == (2 if to_exact else 0)
         level = float(guard.budget(policy, state).log_inv_alpha[0])
         assert level == (pytest.approx(np.log(100), rel=1e-6) if not to_exact else np.float32(spending.NO_ALPHA))
         decision, _ = _decide(policy, state, _report(accepted=True), attempt=1)
@@ -116,8 +160,9 @@ def test_ledger_counts_rejected_audits():
     state = guard.init(1)
     for attempt in range(4):
         _, state = guard.decide(
-            policy, state, _report(), jnp.zeros(1, jnp.int32), jnp.full(1, attempt), jnp.ones(1, bool)
-        )
+            policy, state, _report(), jnp.zeros(1, jnp.int32), jnp.full(1, attempt), jnp.ones(1, bool),
+            jnp.full(1, LENGTH),
+        )  # fmt: skip
     assert int(state.spending.failures[0]) == 4
     after = float(guard.budget(policy, state).log_inv_alpha[0])
     assert after > before  # the funded epochs are over: only the floor is left
