@@ -21,6 +21,15 @@ LLAMA_3_1_8B = ModelConfig(
 _CONFIGS = {"llama-3.1-8b": LLAMA_3_1_8B}
 
 
+_SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "embed_dim", "mlp_dim")
+
+
+def name_of(config: ModelConfig) -> str | None:
+    """The published model whose layers have the same sizes, whatever its weights are called; None if there is none."""
+    sizes = lambda known: [getattr(known, field) for field in _SIZES]
+    return next((name for name, known in _CONFIGS.items() if sizes(known) == sizes(config)), None)
+
+
 def get(name: str) -> ModelConfig:
     """The configuration of a published model; raises `ModelError` with the names there are."""
     if name not in _CONFIGS:

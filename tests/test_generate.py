@@ -94,6 +94,19 @@ def test_guarded_json_is_one_object_with_the_certificate(shared, run):
     assert 0 < record["pages"]["selected_fraction"] < 0.75 and record["bytes"]["audit"] > 0
 
 
+def test_steps_below_the_crossover_are_reported(shared, run, expected):
+    flags = ("--pages", "30%", "--guard.tau", "0.5", "--max-tokens", "40", "--seed", "1", "--dense-below")
+    below = expected.prompt_tokens + 5
+    code, _, err = run(*TEXT, *flags, str(below))
+    told = (
+        f"Attention was exact in 4 of the 39 steps because their context was below the crossover of {below:,} tokens."
+    )
+    assert code == 0 and f"crossover:   {told}" in err.splitlines()
+    certificate = json.loads(run(*TEXT, *flags, str(below), "--json")[1])["certificate"]
+    assert (certificate["short"], certificate["dense_below"]) == (4, below)
+    assert "crossover" not in run(*TEXT, *flags, "0")[2]
+
+
 def test_the_report_holds_every_attempt(shared, run, tmp_path, expected):
     report = tmp_path / "report.json"
     report.write_text("old")
@@ -116,7 +129,8 @@ def test_flags_reach_the_engine(shared, monkeypatch):
     monkeypatch.setattr(tiny.engine(), "start", lambda prompts, options: seen.append((prompts, options)) or 1 / 0)
     argv = (
         "--prompt None --system S --raw --max-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 5 "
-        "--stop a --stop b --attention sparse --selector topp --pages 40% --page-size 32 --guard.tau 0.2 "
+        "--stop a --stop b --attention sparse --selector topp --pages 40% --page-size 32 --dense-below 300 "
+        "--guard.tau 0.2 "
         "--guard.alpha 0.05 --guard.max-steps 9 --guard.spare-attempts 2 --guard.spending ledger --guard.tiers 50% 0.6 "
         "--guard.on-reject release --guard.residual output --guard.weights gain --guard.audit-rate 0.02 "
         "--guard.rounds 1 3 --guard.design wor --guard.bounds box"
@@ -129,7 +143,7 @@ def test_flags_reach_the_engine(shared, monkeypatch):
     )  # fmt: skip
     options = Options(
         system="S", raw=True, max_tokens=7, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=5, stop=("a", "b"),
-        attention="sparse", selector="topp", pages=0.4, page_size=32, guard=guard,
+        attention="sparse", selector="topp", pages=0.4, page_size=32, dense_below=300, guard=guard,
     )  # fmt: skip
     assert seen == [(["None"], options)]
 
@@ -182,6 +196,7 @@ def test_parsing_imports_no_jax():
         (("--prompt", "a", "--pages", "0"), "pages must be a positive number, not 0.0."),
         (("--prompt", "a", "--pages", "-5%"), "pages must be a positive number, not -0.05."),
         (("--prompt", "a", "--pages", "few"), "'few' is no page budget; write 0.1 or 10% for a share, 64 for a count."),
+        (("--prompt", "a", "--dense-below", "-1"), "dense_below must be at least 0 tokens (0: never), not -1."),
         (("--prompt", "a", "--page-size", "17"), "page_size must be one of (16, 32, 64), not 17."),
         (("--prompt", "a", "--selector", "best"), "unknown selector 'best'; choose one of"),
         (("--prompt", "a", "--guard.tau", "0"), "tau must be a positive number, not 0.0."),

@@ -37,7 +37,9 @@ def main() -> None:
     args = parser.parse_args()
     engine = skg_jax.load(args.model)
     guard = GuardConfig(tau=1e-9, tiers=(), on_reject="release", spare_attempts=8)
-    options = Options(max_tokens=args.steps + 1, pages=args.pages, page_size=args.page_size, guard=guard, seed=0)
+    options = Options(
+        max_tokens=args.steps + 1, pages=args.pages, page_size=args.page_size, guard=guard, dense_below=0, seed=0
+    )
     dropped, residuals, caps = [], [], []
     for i in range(args.prompts):
         prompt = prompt_ids(engine.tokenizer, HELD_IN, i, args.length)

@@ -75,7 +75,7 @@ def _options(args, cell: Cell) -> Options:
         tau=1e-9, tiers=(), on_reject="release", residual=args.residual, audit_rate=cell.rate, rounds=(1,),
         spare_attempts=8, alpha=ALPHA_PER_STEP * (args.steps + 8), bounds=cell.bounds, design=cell.design,
     )  # fmt: skip
-    return Options(max_tokens=args.steps + 1, pages=args.pages, page_size=cell.page, guard=guard, seed=0)
+    return Options(max_tokens=args.steps + 1, pages=args.pages, page_size=cell.page, guard=guard, dense_below=0, seed=0)
 
 
 def _measure(args, engine, length: int, begun, cell: Cell) -> dict:

@@ -68,7 +68,7 @@ def _options(variant: Variant, steps: int) -> Options:
         tau=1e-9, tiers=(), on_reject="release", residual=variant.residual, weights=variant.weights, spare_attempts=8,
         alpha=ALPHA_PER_STEP * (steps + 8),
     )  # fmt: skip
-    return Options(max_tokens=steps + 1, pages=variant.pages, guard=guard, seed=0)
+    return Options(max_tokens=steps + 1, pages=variant.pages, guard=guard, dense_below=0, seed=0)
 
 
 def _point(args, variant: Variant, bounds: np.ndarray) -> dict:

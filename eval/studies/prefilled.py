@@ -9,11 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from skg_jax.decode import Rows, decode_loop, prefill
+from skg_jax.decode import Rows, decode_loop, first_rows, prefill
 from skg_jax.engine import Engine, Options
 from skg_jax.engine.run import Run, attempt_of
 from skg_jax.guard import Attempt
-from skg_jax.guard.policy import init as guard_init
 from skg_jax.kv.cache import PagedKVCache
 
 
@@ -29,9 +28,8 @@ def prefill_prompt(engine: Engine, prompt: list[int], options: Options) -> Prefi
     job = engine._job([prompt], options)
     step = functools.partial(prefill, program=job.program)
     cache, token = Run(engine, job).prefill_row(step, engine.new_cache(job, engine.shape(job)), 0, job.prompts[0])
-    zero = jnp.zeros(1, jnp.int32)
-    rows = Rows(jnp.asarray([token]), jnp.asarray([len(prompt)]), zero, zero, jnp.zeros(1, bool), guard_init(1))
-    return Prefilled(cache, rows)
+    one = lambda value: jnp.full(1, value, jnp.int32)
+    return Prefilled(cache, first_rows(job.requests.policy, one(token), one(len(prompt)), jnp.zeros(1, bool)))
 
 
 def continue_with(

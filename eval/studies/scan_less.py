@@ -66,7 +66,9 @@ def main() -> None:
 def _prompt(engine, args, prompt: list[int]) -> tuple[dict[str, list[Found]], np.ndarray]:
     """What every variant comes to at every step, and how far apart consecutive queries are, [2, L]."""
     guard = GuardConfig(tau=1e-9, tiers=(), on_reject="release", rounds=(1,), spare_attempts=8)
-    options = Options(max_tokens=args.steps + 1, pages=args.pages, page_size=args.page_size, guard=guard, seed=0)
+    options = Options(
+        max_tokens=args.steps + 1, pages=args.pages, page_size=args.page_size, guard=guard, dense_below=0, seed=0
+    )
     job = engine._job([prompt], options)
     cache, rows = prefill_prompt(engine, prompt, options)
     found: dict[str, list[Found]] = {variant.name: [] for variant in VARIANTS}

@@ -231,7 +231,7 @@ def _decoded(args) -> Iterator[Cache]:
     from skg_jax.guard import GuardConfig
 
     guard = GuardConfig(tau=1e-9, tiers=(), on_reject="release", rounds=(1,), spare_attempts=8)
-    options = Options(max_tokens=args.steps + 1, page_size=args.page_size, guard=guard, seed=0)
+    options = Options(max_tokens=args.steps + 1, page_size=args.page_size, guard=guard, dense_below=0, seed=0)
     for model in args.models:
         engine = skg_jax.load(model)
         for i, length in enumerate(args.lengths):

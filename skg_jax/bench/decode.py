@@ -106,6 +106,7 @@ def options(args: Arguments, mode: Mode) -> Options:
         selector=args.selector,
         pages=budget(args.pages),
         page_size=args.page_size,
+        dense_below=0,  # what is called guarded here is guarded
         guard=GuardConfig(tau=args.tau, alpha=args.alpha),
         ignore_end=True,
     )

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import decoder, registry
+from models import decoder, published, registry
 from skg_jax import chat, tokenizer
 from skg_jax.decode import Program, Requests, Rows, compiled, decode_loop, prefill
 from skg_jax.decode.state import NO_TOKEN
 from skg_jax.engine.options import Options, RequestError
 from skg_jax.engine.run import Run
 from skg_jax.guard import head_weights, operating_point
+from skg_jax.guard.crossover import crossover
 from skg_jax.guard.policy import init as guard_init
 from skg_jax.kv import cache as kv
 from skg_jax.sampling import SamplingParams
@@ -43,6 +44,7 @@ class Job(NamedTuple):
     requests: Requests
     seed: int
     tau: float
+    dense_below: int  # tokens; 0: never
     uncovered: tuple[tuple[int, int], ...]
     notes: tuple[str, ...]
 
@@ -139,14 +141,16 @@ class Engine:
         seed = secrets.randbits(32) if options.seed is None else options.seed
         known = self._known_tau(options)
         tau = options.guard.tau or known or UNKNOWN_MODEL_TAU
+        dense_below = self._dense_below(options, len(encoded))
         return Job(
             prompts=encoded,
             limits=limits,
             options=options,
             program=self._program(options),
-            requests=self._requests(encoded, limits, options, seed, tau),
+            requests=self._requests(encoded, limits, options, seed, tau, dense_below),
             seed=seed,
             tau=tau,
+            dense_below=dense_below,
             uncovered=self._uncovered(options),
             notes=tuple(self._notes(options, limits, known)),
         )
@@ -156,6 +160,17 @@ class Engine:
         if (options.selector, options.page_size) != (Options.selector, Options.page_size):
             return None
         return operating_point(self.model.name, options.guard, float(options.pages))
+
+    def _dense_below(self, options: Options, batch: int) -> int:
+        """What was asked for, or what was measured with the default selector; 0 without a guard."""
+        if options.attention != "guarded":
+            return 0
+        if options.dense_below is not None:
+            return options.dense_below
+        name = published.name_of(self.model.config)
+        if name is None or options.selector != Options.selector:
+            return 0
+        return crossover(jax.devices()[0].device_kind, name, batch, float(options.pages), options.page_size)
 
     def _notes(self, options: Options, limits: list[int], known: float | None):
         if min(limits) < options.max_tokens:
@@ -188,7 +203,7 @@ class Engine:
             greedy=options.greedy,
         )
 
-    def _requests(self, prompts, limits, options: Options, seed: int, tau: float) -> Requests:
+    def _requests(self, prompts, limits, options: Options, seed: int, tau: float, dense_below: int) -> Requests:
         ends = [] if options.ignore_end else sorted(self.tokenizer.eos_ids)
         guarded = options.attention == "guarded"  # without a guard no tier is ever reached
         guard = options.guard if guarded else dataclasses.replace(options.guard, tiers=())
@@ -203,7 +218,7 @@ class Engine:
                 fill(options.temperature, jnp.float32), fill(options.top_k, jnp.int32),
                 fill(options.top_p, jnp.float32), fill(options.min_p, jnp.float32),
             ),
-            policy=guard.policy(tau, float(options.pages), [max(n - 1, 1) for n in limits]),
+            policy=guard.policy(tau, float(options.pages), [max(n - 1, 1) for n in limits], dense_below),
             weights=self._head_weights(options)[0],
         )  # fmt: skip
 

@@ -27,6 +27,9 @@ class Options:
         from 1 up a count.
       page_size: tokens per page, 16, 32 or 64.
       guard: see GuardConfig.
+      dense_below: a guarded step over fewer tokens of context is exact, because dense attention is faster there. None:
+        the crossover measured for this device, model, batch size, selector and budget, and 0 where there is none
+        (skg_jax/guard/crossover.json); 0: no such step. Ignored by "sparse" and "dense".
       temperature, top_k, top_p, min_p: sampling; temperature 0 is greedy.
       seed: of tokens and audits; None draws one from the operating system. Equal seeds give equal tokens and audited
         pages.
@@ -44,6 +47,7 @@ class Options:
     pages: float = 0.1
     page_size: int = 16
     guard: GuardConfig = GuardConfig()
+    dense_below: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -69,6 +73,10 @@ class Options:
                 f"with topp, pages is the mass to keep and below 1, not {self.pages}.",
             ),
             (self.page_size in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, not {self.page_size}."),
+            (
+                self.dense_below is None or self.dense_below >= 0,
+                f"dense_below must be at least 0 tokens (0: never), not {self.dense_below}.",
+            ),
             (
                 self.temperature >= 0 and math.isfinite(self.temperature),
                 f"temperature must be at least 0, not {self.temperature}.",

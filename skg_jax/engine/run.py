@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skg_jax.decode import Rows, StepInfo
+from skg_jax.decode import Rows, StepInfo, first_rows
 from skg_jax.decode.state import NO_TOKEN
 from skg_jax.engine.options import FinishReason
 from skg_jax.engine.result import Result, Timing, byte_counts, page_counts
 from skg_jax.engine.text import TextRow
 from skg_jax.guard import Attempt, Terms, Verdict, certify
-from skg_jax.guard.policy import init as guard_init
 from skg_jax.kv import cache as kv
 
 
@@ -94,16 +93,10 @@ class Run:
             yield from self._take(row, token, self._job.limits[row] == 1)
 
     def _start(self, first: list[int]) -> Rows:
-        batch = len(first)
-        count = jnp.zeros(batch, jnp.int32)
-        return Rows(
-            token=jnp.asarray(first, jnp.int32),
-            position=jnp.asarray([len(p) for p in self._job.prompts], jnp.int32),
-            tier=count,
-            attempt=count.copy(),
-            done=jnp.asarray([bool(f) for f in self._finish]),
-            guard=guard_init(batch),
-        )
+        position = [len(p) for p in self._job.prompts]
+        done = jnp.asarray([bool(f) for f in self._finish])
+        number = lambda values: jnp.asarray(values, jnp.int32)
+        return first_rows(self._job.requests.policy, number(first), number(position), done)
 
     def _absorb(self, log: StepInfo) -> Iterator[Piece]:
         for line in range(log.active.shape[0]):
@@ -146,7 +139,7 @@ class Run:
         attempts, text = self._attempts[row], self._rows[row]
         terms = Terms(
             job.options.attention, job.options.guard.alpha, job.tau, job.options.guard.residual,
-            job.options.guard.spending, job.uncovered, job.options.guard.scope,
+            job.options.guard.spending, job.uncovered, job.options.guard.scope, job.dense_below,
         )  # fmt: skip
         rate = self._decoded / self._decode_s if self._decode_s else None
         prefilled = sum(map(len, job.prompts)) / self._prefill_s if self._prefill_s else None

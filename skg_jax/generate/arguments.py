@@ -126,6 +126,8 @@ class Arguments:
     """Pages that each step reads first: a share (0.1 or 10%) or a number (64). For topp: the mass to keep."""
     page_size: int = 16
     """Tokens per page: 16, 32 or 64."""
+    dense_below: Count = None
+    """Exact steps below so many tokens of context, where dense attention is faster; 0: none. Unset: as measured."""
     guard: Guard = Guard()
 
     report: File = None

@@ -76,11 +76,12 @@ def footer(result: Result) -> list[str]:
         "pages": _pages(result.pages),
         "verdicts": f"{certificate.accepted} accepted, {certificate.expanded} expanded, {certificate.fallback} exact, "
         f"{certificate.uncertified} uncertified",
+        "crossover": certificate.crossover,
         "certificate": certificate.statement,
         "scope": f"{certificate.scope}; {certificate.reason or 'nothing weakens it'}",
         "seed": str(result.seed),
     }
-    return [f"{name + ':':<13}{value}" for name, value in rows.items()]
+    return [f"{name + ':':<13}{value}" for name, value in rows.items() if value]
 
 
 def _pages(pages: dict[str, int | float]) -> str:

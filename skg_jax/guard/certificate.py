@@ -50,6 +50,7 @@ class Terms(NamedTuple):
     spending: str
     uncovered_heads: tuple[tuple[int, int], ...] = ()
     audit_scope: str = "step"
+    dense_below: int = 0  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Certificate:
       accepted: of these, sparse steps that the audit certified.
       expanded: attempts repeated with more pages.
       fallback: steps computed exactly.
+      short: of these, steps over fewer tokens than the crossover `terms.dense_below`, where dense attention is faster.
       uncertified: steps released without either.
       worst_bound, mean_bound: of the residual over the steps that stand with a certificate, exact ones counting 0;
         None without any.
@@ -79,6 +81,7 @@ class Certificate:
     accepted: int
     expanded: int
     fallback: int
+    short: int
     uncertified: int
     worst_bound: float | None
     mean_bound: float | None
@@ -86,8 +89,7 @@ class Certificate:
     bounds: tuple[float, ...] = dataclasses.field(repr=False, default=())
 
     def __str__(self) -> str:
-        tail = f" Note: {self.reason}" if self.reason else ""
-        return f"{self.statement}{tail}"
+        return " ".join(filter(None, (self.statement, self.crossover, self.reason and f"Note: {self.reason}")))
 
     @property
     def statement(self) -> str:
@@ -103,6 +105,14 @@ class Certificate:
             return f"{chance}, in every one of the {self.steps} steps {limit}."
         alone = f"In each of the {self.accepted} certified steps taken alone"
         return f"{alone}, {limit}, except with that step's own error probability."
+
+    @property
+    def crossover(self) -> str:
+        """How many steps were exact for their short context, in one sentence; empty if none was."""
+        if not self.short:
+            return ""
+        where = f"because their context was below the crossover of {self.terms.dense_below:,} tokens"
+        return f"Attention was exact in {self.short} of the {self.steps} steps {where}."
 
     def quote(self, tau: float | None = None, new_weights: bool = False) -> Certificate:
         """The same run read at another tau, chosen after looking.
@@ -127,7 +137,8 @@ class Certificate:
         """The fields but for `terms` and `bounds`, what the audit limits ("step" or "heads"), and the statement."""
         hidden = ("terms", "bounds")
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in hidden}
-        return fields | {"audit_scope": self.terms.audit_scope, "statement": self.statement}
+        terms = {"audit_scope": self.terms.audit_scope, "dense_below": self.terms.dense_below}
+        return fields | terms | {"statement": self.statement}
 
     def _weaker(self, scope: Scope, reason: str) -> Certificate:
         reasons = "; ".join(filter(None, (self.reason, reason)))
@@ -152,6 +163,7 @@ def certify(terms: Terms, attempts: Sequence[Attempt]) -> Certificate:
         accepted=sum(not a.exact for a in certified),
         expanded=sum(a.verdict == Verdict.EXPAND for a in attempts) if guarded else 0,
         fallback=sum(a.exact for a in certified),
+        short=sum(a.exact and a.position + 1 < terms.dense_below for a in certified),
         uncertified=len(released),
         worst_bound=max(bounds, default=None),
         mean_bound=sum(bounds) / len(bounds) if bounds else None,

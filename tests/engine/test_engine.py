@@ -10,9 +10,10 @@ import jax._src.test_util as jtu
 import numpy as np
 import pytest
 
+from models import published
 from skg_jax.engine import Engine, Options, RequestError
 from skg_jax.engine.engine import UNKNOWN_MODEL_TAU
-from skg_jax.guard import GuardConfig
+from skg_jax.guard import GuardConfig, crossover
 from skg_jax.tokenizer import Tokenizer
 from tests.engine import tiny
 
@@ -113,6 +114,53 @@ def test_system_message_and_template_and_raw(engine):
     assert encode(raw=True, system="be brief") == "hello"
 
 
+# -- the crossover below which dense attention is faster --------------------------------------------------------------
+
+GUARDED = Options(max_tokens=30, seed=1, pages=0.3, guard=GuardConfig(tau=0.5))
+
+
+def _measured(monkeypatch, **changed) -> None:
+    """As if the tiny model were published, and its crossover measured on this device."""
+    row = {"device": jax.devices()[0].device_kind, "config": "tiny", "batch": 1, "page_size": 16, "pages": 0.3}
+    monkeypatch.setitem(published._CONFIGS, "tiny", tiny.CONFIG)
+    monkeypatch.setattr(crossover, "table", lambda: [row | {"tokens": 320} | changed])
+
+
+def test_the_measured_crossover_is_used_reported_and_can_be_overridden(full, engine, monkeypatch):
+    _measured(monkeypatch, tokens=full.prompt_tokens + 11)
+    short = lambda **fields: engine.generate(tiny.TEXT, dataclasses.replace(GUARDED, **fields)).certificate
+    found = engine.generate(tiny.TEXT, GUARDED)
+    assert (found.certificate.short, found.certificate.terms.dense_below) == (10, full.prompt_tokens + 11)
+    assert found.token_ids[:11] == full.token_ids[:11]
+    exact = [a.exact for a in found.attempts if a.token is not None]
+    assert exact[:10] == [True] * 10 and found.certificate.accepted > 0
+    assert "Attention was exact in 10 of the 29 steps" in str(found.certificate)
+    assert short(dense_below=0).short == 0
+    assert short(dense_below=10**12).statement == "All 29 steps used exact attention."
+
+
+def test_only_guarded_requests_have_a_crossover(engine, monkeypatch):
+    sparse = lambda: engine.generate(tiny.TEXT, dataclasses.replace(GUARDED, attention="sparse"))
+    without = sparse()
+    _measured(monkeypatch, tokens=500)
+    for found in (
+        sparse(),
+        engine.generate(tiny.TEXT, dataclasses.replace(GUARDED, attention="sparse", dense_below=9**9)),
+    ):
+        assert found.token_ids == without.token_ids and found.pages == without.pages
+        assert found.certificate.terms.dense_below == 0 and found.pages["selected_fraction"] < 0.9
+
+
+def test_a_crossover_holds_for_what_it_was_measured_with(engine, monkeypatch):
+    below = lambda **fields: engine._job(["a"], dataclasses.replace(GUARDED, **fields)).dense_below
+    assert below() == 0
+    _measured(monkeypatch)
+    assert below() == 320
+    assert below(selector="topp") == below(pages=0.2) == below(page_size=32) == 0
+    _measured(monkeypatch, device="another")
+    assert below() == 0 and engine.start(["a"], GUARDED).notes == ()
+
+
 # -- shapes and programs ----------------------------------------------------------------------------------------------
 
 
@@ -133,7 +181,7 @@ def test_a_second_request_of_a_bucket_compiles_nothing(engine, caplog):
     count = len(engine._compiled)
     others = [
         dataclasses.replace(guarded, guard=GuardConfig(tau=0.05, alpha=0.2), seed=2),
-        dataclasses.replace(guarded, pages=0.2, max_tokens=17, stop=("zq",)),
+        dataclasses.replace(guarded, pages=0.2, max_tokens=17, stop=("zq",), dense_below=170),
         dataclasses.replace(guarded, pages=7.0, guard=GuardConfig(tiers=(9.0,), spending="ledger", spare_attempts=0)),
     ]
     with (

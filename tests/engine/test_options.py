@@ -19,6 +19,7 @@ NAN, INF = math.nan, math.inf
         ("pages", [0.0, -0.1, NAN, INF], "pages must be a positive number, not {}."),
         ("pages", [1.5], "pages counts whole pages from 1 up, not {}."),
         ("page_size", [0, 17, 128], "page_size must be one of (16, 32, 64), not {}."),
+        ("dense_below", [-1], "dense_below must be at least 0 tokens (0: never), not {}."),
         ("temperature", [-0.1, NAN, INF], "temperature must be at least 0, not {}."),
         ("top_k", [-1], "top_k must be at least 0 (0: off), not {}."),
         ("top_p", [0.0, -0.5, 1.1, NAN], "top_p must be in (0, 1], not {}."),
@@ -43,8 +44,8 @@ def test_other_refusals():
 
 
 def test_the_edges_are_allowed():
-    Options(max_tokens=1, temperature=0.0, top_p=1.0, min_p=0.0, seed=2**32 - 1, pages=1.0)
-    Options(min_p=1.0, seed=0, pages=0.999, selector="topp")
+    Options(max_tokens=1, temperature=0.0, top_p=1.0, min_p=0.0, seed=2**32 - 1, pages=1.0, dense_below=0)
+    Options(min_p=1.0, seed=0, dense_below=2**40, pages=0.999, selector="topp")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,25 @@ def test_clean_run():
     assert "every one of the 3 steps" in got.statement and "at most 0.2" in got.statement and "0.99" in got.statement
 
 
+def test_steps_below_the_crossover_are_counted_apart_and_weaken_nothing():
+    terms = TERMS._replace(dense_below=102)
+    below, at = EXACT._replace(position=100), EXACT._replace(position=101)  # 101 and 102 tokens with their own
+    got = _claim(below, at, STEP._replace(position=102), terms=terms)
+    assert (got.scope, got.reason, got.fallback, got.short, got.accepted) == ("request", "", 2, 1, 1)
+    sentence = "Attention was exact in 1 of the 3 steps because their context was below the crossover of 102 tokens."
+    assert str(got) == f"{got.statement} {sentence}" and "every one of the 3 steps" in got.statement
+    record = got.to_json()
+    assert (record["short"], record["dense_below"]) == (1, 102)
+
+
+def test_without_steps_below_the_crossover_nothing_is_said_of_it():
+    for terms in (TERMS, TERMS._replace(dense_below=101)):
+        got = _claim(EXACT, STEP, terms=terms)
+        assert got.short == 0 and str(got) == got.statement
+    sparse = STEP._replace(position=3)  # sparse below the crossover, as a forced schedule makes it
+    assert _claim(sparse, terms=TERMS._replace(dense_below=100)).short == 0
+
+
 def test_no_steps():
     got = _claim()
     assert got.scope == "request" and got.worst_bound is None and got.mean_bound is None

@@ -1,9 +1,11 @@
 """Configurations are understood completely or refused by name."""
 
+import dataclasses
 import json
 
 import pytest
 
+from models import published
 from models.config import Llama3Scaling, ModelConfig
 from models.errors import ModelError
 from tests.golden import tiny
@@ -154,3 +156,12 @@ def test_a_config_survives_json_and_is_hashable(scaling):
     again = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config
     assert hash(again) == hash(config)
+
+
+def test_a_published_model_is_known_by_its_sizes_whatever_its_vocabulary_and_context():
+    known = published.LLAMA_3_1_8B
+    assert (
+        published.name_of(dataclasses.replace(known, vocab_size=7, max_context=9, rope_scaling=None)) == "llama-3.1-8b"
+    )
+    for field in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "embed_dim", "mlp_dim"):
+        assert published.name_of(dataclasses.replace(known, **{field: 2 * getattr(known, field)})) is None, field
