@@ -19,8 +19,6 @@ LLAMA_3_1_8B = ModelConfig(
 )
 
 _CONFIGS = {"llama-3.1-8b": LLAMA_3_1_8B}
-
-
 _SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "embed_dim", "mlp_dim")
 
 
