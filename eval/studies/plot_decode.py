@@ -97,7 +97,8 @@ def main() -> None:
     several = [cells for cells in by_size if len(cells) > 1]
     rows = [max(len(cell["modes"]), 2) for cell in whole]
     figure = plt.figure(figsize=(9, 0.45 * sum(rows) + 1.1 * len(rows) + 3), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[0.45 * sum(rows) + 1.1 * len(rows), 3])
+    panels: Any = figure.subfigures(2, 1, height_ratios=[0.45 * sum(rows) + 1.1 * len(rows), 3])
+    upper, lower = panels
     axes = upper.subplots(len(whole), 1, squeeze=False, height_ratios=rows)
     for axis, cell in zip(axes[:, 0], whole, strict=True):
         waterfall(axis, cell)
