@@ -151,7 +151,7 @@ def test_names_of_variants_differ_and_the_full_scan_predicts_what_was_measured()
 class Evidence(NamedTuple):
     log_lower: np.ndarray
     log_upper: np.ndarray
-    read: np.ndarray
+    unread: np.ndarray
 
 
 def test_truth_of_a_step_is_that_of_its_heads():
@@ -166,7 +166,7 @@ def test_truth_of_a_step_is_that_of_its_heads():
     lower, upper = mass - rng.random(mass.shape), mass + 0.3 - rng.random(mass.shape) * 0.4
     padded = lambda x: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 2)])[:, None]
     omega = rng.dirichlet(np.ones(layers * kv_heads * group)).reshape(layers, -1)
-    found = _truth(mass, Evidence(padded(lower), padded(upper), padded(read)), omega)
+    found = _truth(mass, Evidence(padded(lower), padded(upper), padded(~read)), omega)
     total = np.zeros(4)
     for layer, head, member in np.ndindex(layers, kv_heads, group):
         at = layer, head, member

@@ -59,7 +59,7 @@ def test_forced_pages_are_read_whatever_the_budget(name):
         found = same(name, ctx, cases.budgets(0.05, B))
         in_use = np.arange(M) < np.asarray(TOTAL)[:, None]
         must = np.asarray(ctx.must_read) & in_use
-        assert np.asarray(found.read)[np.broadcast_to(must[:, None], (B, K, M))].all()
+        assert np.asarray(found.read, bool)[np.broadcast_to(must[:, None], (B, K, M))].all()
         if forced == 1:
             np.testing.assert_array_equal(found.num_pages, np.repeat(np.asarray(TOTAL)[:, None], K, axis=1))
 

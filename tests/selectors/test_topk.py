@@ -56,7 +56,7 @@ def test_a_hundred_winners_and_thousands_of_equals():
 def test_no_dropped_page_has_a_larger_share_than_a_kept_one(scale):
     for seed in range(5):
         ctx = context(estimates(seed, scale), (M, 30))
-        share, kept = share_of(ctx), np.asarray(select(ctx, budget(7, 13)).read)
+        share, kept = share_of(ctx), np.asarray(select(ctx, budget(7, 13)).read, bool)
         share[1, :, 30:] = np.nan
         worst_kept, best_dropped = np.where(kept, share, np.inf).min(-1), np.nanmax(np.where(kept, -1, share), -1)
         assert (worst_kept >= best_dropped * (1 - 1e-5) - np.exp(LOG_FLOOR)).all()  # what lies below has no share

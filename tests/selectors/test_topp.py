@@ -32,7 +32,7 @@ def test_the_smallest_set_that_holds_the_share(p, scale):
     must = np.zeros((B, M), bool)
     must[:, [0, 11]] = True
     ctx = context(estimates(3, scale), (M, 12), must)
-    share, kept = share_of(ctx), np.asarray(select(ctx, jnp.full(2, p, jnp.float32)).read)
+    share, kept = share_of(ctx), np.asarray(select(ctx, jnp.full(2, p, jnp.float32)).read, bool)
     for b, k in np.ndindex(B, K):
         assert kept[b, k].sum() == smallest_set(share[b, k], must[b], p)
         assert share[b, k][kept[b, k]].sum() >= p - 1e-6
