@@ -22,6 +22,12 @@ class Info(NamedTuple):
     invalid: Bool[Array, "*batch"]
 
 
+def whole(name: str, value: int, least: int) -> None:
+    """Raises ValueError unless a setting is a whole number from `least` up."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} is {value!r}, but it is a whole number, at least {least}.")
+
+
 def refuse(bad: Bool[Array, "*n"], name: str, values: Array, rule: str) -> Bool[Array, ""]:
     """Whether any is bad, for a flag in the state. Outside of jit, where one can, it raises ValueError instead.
 

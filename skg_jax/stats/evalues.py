@@ -20,14 +20,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import RealLike, refuse
+
+SUM_ERROR = 1e-5  # what rounding may add to weights that sum to 1
 
 type LogE = Float[Array, "*batch H"]
 
 
 def union_bound(errors: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
-    """Probability at most that any of the statements fails, whatever their dependence; NaN counts as 1."""
-    return jnp.minimum(jnp.sum(jnp.where(jnp.isnan(errors), 1, errors), axis=-1), 1)
+    """Probability at most that any of the statements fails, whatever their dependence; NaN counts as 1.
+
+    A negative one, which is none, raises ValueError outside of jit and counts as 1 inside.
+    """
+    refuse(errors < 0, "errors", errors, "an error probability is not negative")
+    return jnp.minimum(jnp.sum(jnp.where(errors >= 0, errors, 1), axis=-1), 1)
 
 
 def min_conjunctive(log_e: LogE, valid: Bool[Array, "*batch H"] | bool = True) -> Float[Array, "*batch"]:
@@ -38,10 +44,14 @@ def min_conjunctive(log_e: LogE, valid: Bool[Array, "*batch H"] | bool = True) -
 def average(log_e: LogE, weights: Float[Array, "H"] | None = None) -> Float[Array, "*batch"]:
     """log of the weighted mean; an e-value of the null "every null holds" under any dependence.
 
-    weights: nonnegative, fixed before the data, summing to 1; default equal.
+    weights: nonnegative, fixed before the data, summing to 1 at most; default equal. Others raise ValueError outside of
+        jit, and are no evidence inside, -inf.
     """
     weights = jnp.full(log_e.shape[-1], 1 / log_e.shape[-1], log_e.dtype) if weights is None else weights
-    return jax.scipy.special.logsumexp(_clean(log_e), axis=-1, b=jnp.broadcast_to(weights, log_e.shape))
+    bad = refuse(~(weights >= 0), "weights", weights, "a weight is not negative")
+    bad |= refuse(~(weights.sum() <= 1 + SUM_ERROR), "the sum of weights", weights.sum(), "it is at most 1")
+    mean = jax.scipy.special.logsumexp(_clean(log_e), axis=-1, b=jnp.broadcast_to(weights, log_e.shape))
+    return jnp.where(bad, -jnp.inf, mean)
 
 
 def product(log_e: LogE) -> Float[Array, "*batch"]:
@@ -72,6 +82,7 @@ def e_bh(log_e: LogE, alpha: RealLike) -> Bool[Array, "*batch H"]:
 def _threshold(log_e: LogE, alpha: RealLike, k: Float[Array, "*k"]) -> Float[Array, "*k"]:
     """log(H / (alpha k)), positive, and rounded up by a few ulp; NaN, which nothing reaches, unless 0 < alpha < 1."""
     alpha = jnp.asarray(alpha, log_e.dtype)
+    refuse(~((alpha > 0) & (alpha < 1)), "alpha", alpha, "an error probability lies strictly between 0 and 1")
     level = jnp.log(jnp.asarray(log_e.shape[-1], log_e.dtype) / k) - jnp.log(alpha)
     return jnp.where((alpha > 0) & (alpha < 1), level * (1 + 8 * jnp.finfo(log_e.dtype).eps), jnp.nan)
 

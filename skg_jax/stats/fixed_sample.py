@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 from scipy.optimize import root_scalar
 from scipy.stats import binomtest, norm
 
+from skg_jax.stats._types import whole
+
 type Side = Literal["two-sided", "less", "greater"]
 
 
@@ -27,7 +29,9 @@ def clopper_pearson(successes: int, trials: int, alpha: float = 0.05, side: Side
     Raises ValueError for counts that no experiment gives, or alpha outside (0, 1).
     """
     _check_alpha(alpha)
-    if not 0 <= successes <= trials or trials < 1:
+    whole("successes", successes, 0)
+    whole("trials", trials, 1)
+    if successes > trials:
         raise ValueError(f"{successes} of {trials} is no count of successes; 0 <= successes <= trials and trials >= 1.")
     found = binomtest(successes, trials, alternative=side).proportion_ci(1 - alpha, method="exact")
     return Interval(float(found.low), float(found.high))
@@ -43,6 +47,8 @@ def tango(only_first: int, only_second: int, pairs: int, alpha: float = 0.05) ->
     Raises ValueError for counts that no experiment gives, or alpha outside (0, 1).
     """
     _check_alpha(alpha)
+    for name, count in (("only_first", only_first), ("only_second", only_second), ("pairs", pairs)):
+        whole(name, count, int(name == "pairs"))
     if pairs < 1 or min(only_first, only_second) < 0 or only_first + only_second > pairs:
         raise ValueError(
             f"{only_first} + {only_second} of {pairs} pairs cannot be discordant; counts are >= 0 and fit the pairs."

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import RealLike, whole
 from skg_jax.stats.spending import NO_ALPHA, Level
 
 
@@ -86,7 +86,13 @@ def geometric(config: GeometricConfig, attempt: Int32[Array, "*batch"], dtype: D
 
 
 def share(alpha: float, attempts: int, dtype: DTypeLike = jnp.float32) -> Float[Array, ""]:
-    """alpha / attempts rounded down, so that a `RiskBudget` grants it `attempts` times."""
+    """alpha / attempts rounded down, so that a `RiskBudget` grants it `attempts` times.
+
+    Raises ValueError unless 0 < alpha < 1 and attempts is a whole number from 1 up.
+    """
+    whole("attempts", attempts, 1)
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha is {alpha}, but an error probability lies strictly between 0 and 1.")
     below = np.nextafter(np.asarray(_floor(alpha, dtype) / attempts, dtype), np.zeros((), dtype))
     return jnp.asarray(below, dtype)  # half an ulp at least, so that the exact sum has room for its own rounding
 

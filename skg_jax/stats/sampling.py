@@ -3,7 +3,8 @@
 Two laws (`pps_probs`, `boundary_probs`) and two samplers: independent draws by inverse CDF on exact integers, and draws
 without replacement as the first items of a Plackett-Luce order (Gumbel top-k). Whatever is claimed of a draw rests on
 its probability being the one that was used, so the integer law returns the probabilities *of the sampler*, not of the
-wish.
+wish. What cannot be (a negative or infinite gap, a share above 1) raises ValueError outside of jit; inside the
+probabilities are NaN, which voids every process that observes one.
 
 References:
     Shekhar, Xu, Lipton, Liang, Ramdas (2023), arXiv:2305.06884, sampling proportional to size, section 3.
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 
-from skg_jax.stats._types import RealLike
+from skg_jax.stats._types import RealLike, refuse
 from skg_jax.stats.sums import tree_sum
 
 TICKETS = 2.0**30  # aim for the total of the integer law; rounding and the floor of 1 add at most 1.5 a unit
@@ -34,10 +35,11 @@ def pps_probs(gap: Float[Array, "U"], valid: Bool[Array, "U"], eps: RealLike = 0
     Returns:
         p, summing to 1 over the valid units with gap > 0, and 0 elsewhere: a unit without a gap has nothing to tell.
     """
+    bad = _impossible_gap(gap, valid) | _impossible_share("eps", eps)
     gap, eligible = _eligible(gap, valid)
     eps = jnp.asarray(eps, gap.dtype)
     uniform = eligible / jnp.maximum(eligible.sum(), 1).astype(gap.dtype)
-    return (1 - eps) * gap / jnp.maximum(tree_sum(gap), TINY) + eps * uniform
+    return jnp.where(bad, jnp.nan, (1 - eps) * gap / jnp.maximum(tree_sum(gap), TINY) + eps * uniform)
 
 
 def boundary_probs(
@@ -59,6 +61,7 @@ def boundary_probs(
         share: in [0, 1): below 1 because every unit with a gap must have p > 0.
         fraction: in (0, 1].
     """
+    bad = _impossible_gap(gap, valid) | _impossible_share("share", share) | _impossible_share("fraction", fraction)
     gap, eligible = _eligible(gap, valid)
     count = eligible.sum()
     order = jnp.argsort(jnp.where(eligible, -score, jnp.inf), stable=True)
@@ -67,12 +70,23 @@ def boundary_probs(
     near = jnp.clip(jnp.ceil(fraction * count), 1, jnp.maximum(count, 1))
     boundary = eligible & (rank < near)
     size = jnp.maximum(boundary.sum(), 1).astype(gap.dtype)
-    return share * boundary / size + (1 - share) * eligible / jnp.maximum(count, 1).astype(gap.dtype)
+    p = share * boundary / size + (1 - share) * eligible / jnp.maximum(count, 1).astype(gap.dtype)
+    return jnp.where(bad, jnp.nan, p)
 
 
 def _eligible(gap: Float[Array, "U"], valid: Bool[Array, "U"]) -> tuple[Float[Array, "U"], Bool[Array, "U"]]:
     eligible = valid & (gap > 0)
     return jnp.where(eligible, gap, 0), eligible
+
+
+def _impossible_gap(gap: Float[Array, "U"], valid: Bool[Array, "U"]) -> Bool[Array, ""]:
+    bad = valid & ~((gap >= 0) & (gap < jnp.inf))
+    return refuse(bad, "gap", gap, "the width of a unit's bounds is at least 0 and finite")
+
+
+def _impossible_share(name: str, value: RealLike) -> Bool[Array, ""]:
+    value = jnp.asarray(value)
+    return refuse(~((value >= 0) & (value <= 1)), name, value, "a share lies in [0, 1]")
 
 
 def integer_law(p: Float[Array, "U"]) -> tuple[UInt32[Array, "U"], Float[Array, "U"]]:
@@ -89,14 +103,18 @@ def integer_law(p: Float[Array, "U"]) -> tuple[UInt32[Array, "U"], Float[Array, 
         (cumulative counts, k / sum(k)). All zero when p is.
 
     Raises:
-        ValueError: more than 2**28 units, for which the counts might pass 2**31.
+        ValueError: no unit, or more than 2**28, for which the counts might pass 2**31; a weight that is none, outside
+            of jit (inside the law is NaN).
     """
+    if not p.size:
+        raise ValueError("p has 0 units, but a law needs at least one.")
     if p.size > MAX_UNITS:
         raise ValueError(f"p has {p.size} units, but the integer law holds at most {MAX_UNITS}; split the population.")
+    bad = refuse(~((p >= 0) & (p < jnp.inf)), "p", p, "a weight is at least 0 and finite")
     scaled = p / jnp.maximum(tree_sum(p), TINY) * TICKETS
     k = jnp.where(p > 0, jnp.maximum(jnp.round(scaled), 1), 0).astype(jnp.uint32)
     cum = jnp.cumsum(k, dtype=jnp.uint32)
-    return cum, k.astype(p.dtype) / jnp.maximum(cum[-1], 1).astype(p.dtype)
+    return cum, jnp.where(bad, jnp.nan, k.astype(p.dtype) / jnp.maximum(cum[-1], 1).astype(p.dtype))
 
 
 def draw_iid(key: Key[Array, ""], cum: UInt32[Array, "U"], n: int) -> Int32[Array, "n"]:
@@ -114,7 +132,12 @@ def draw_wor(key: Key[Array, ""], p: Float[Array, "U"], n: int) -> Int32[Array, 
 
     The default Gumbel of float32 has 2**-23 steps in its uniform and ends near 16: mode "high" is needed to realise
     small p.
+
+    Raises ValueError for more draws than units, and outside of jit for a weight that is none.
     """
+    if n > p.shape[0]:
+        raise ValueError(f"n is {n}, but only {p.shape[0]} units can be drawn without replacement; draw fewer.")
+    refuse(~((p >= 0) & (p < jnp.inf)), "p", p, "a weight is at least 0 and finite")
     noise = jax.random.gumbel(key, p.shape, p.dtype, mode="high")
     return jax.lax.top_k(jnp.where(p > 0, jnp.log(jnp.maximum(p, TINY)) + noise, NEVER), n)[1].astype(jnp.int32)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from skg_jax.stats._types import BoolLike
+from skg_jax.stats._types import BoolLike, whole
 
 NO_ALPHA = 1e30  # log(1/alpha) once alpha is 0: out of reach of any wealth, yet finite
 
@@ -39,10 +39,8 @@ class SpendingConfig:
     def __post_init__(self):
         if not 0 < self.alpha < 1:
             raise ValueError(f"alpha is {self.alpha}, but an error probability lies strictly between 0 and 1.")
-        if self.attempts < 1:
-            raise ValueError(f"attempts is {self.attempts}, but at least one attempt must be covered.")
-        if self.failures < 0:
-            raise ValueError(f"failures is {self.failures}, but it must be 0 (even split) or more (ledger).")
+        whole("attempts", self.attempts, 1)
+        whole("failures", self.failures, 0)  # 0: even split
 
     @property
     def levels(self) -> tuple[float, float]:

@@ -102,3 +102,27 @@ def test_conjunctive_claim_needs_no_correction_but_single_claims_do():
     assert errs["conjunctive"] == pytest.approx(ALPHA)
     assert errs["any of three"] == pytest.approx(1 - (1 - ALPHA) ** 3) and errs["any of three"] > 2.8 * ALPHA
     assert errs["bonferroni"] <= ALPHA
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -0.1, float("nan")])
+@pytest.mark.parametrize("claims", [evalues.e_bonferroni, evalues.e_bh])
+def test_an_alpha_that_is_none_is_refused_and_claims_nothing(claims, alpha):
+    log_e = jnp.full(3, 1e6)
+    with pytest.raises(ValueError, match="alpha is .*strictly between 0 and 1"):
+        claims(log_e, alpha)
+    assert not np.asarray(jax.jit(claims)(log_e, alpha)).any()
+
+
+@pytest.mark.parametrize("weights", [[2.0, 2.0], [-0.5, 1.0], [float("nan"), 0.5]])
+def test_weights_that_do_not_average_are_refused_and_are_no_evidence(weights):
+    log_e, weights = jnp.array([3.0, 3.0]), jnp.asarray(weights)
+    with pytest.raises(ValueError, match="weights? is "):
+        evalues.average(log_e, weights)
+    assert float(jax.jit(evalues.average)(log_e, weights)) == -np.inf
+
+
+def test_a_negative_error_probability_is_refused_and_counts_as_one():
+    errors = jnp.array([-1.0, 0.5])
+    with pytest.raises(ValueError, match="errors is -1.0"):
+        evalues.union_bound(errors)
+    assert float(jax.jit(evalues.union_bound)(errors)) == 1.0

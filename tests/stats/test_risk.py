@@ -97,3 +97,9 @@ def test_negative_attempts_get_nothing():
 def test_impossible_input_is_refused(make):
     with pytest.raises(ValueError, match=r"strictly between 0 and 1"):
         make()
+
+
+@pytest.mark.parametrize(("alpha", "attempts"), [(float("nan"), 3), (0.0, 3), (0.05, 0), (0.05, -1)])
+def test_shares_of_what_is_no_budget_are_refused(alpha, attempts):
+    with pytest.raises(ValueError, match="(alpha|attempts) is "):
+        risk.share(alpha, attempts)

@@ -155,3 +155,30 @@ def test_first_visits_equal_a_set(draws):
 
 
 _first_visits = jax.jit(lambda index, valid: sampling.first_visits(index, valid))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: sampling.pps_probs(jnp.array([1.0, -1.0]), jnp.ones(2, bool)), "gap is -1.0"),
+        (lambda: sampling.pps_probs(jnp.array([1.0, jnp.inf]), jnp.ones(2, bool)), "gap is inf"),
+        (lambda: sampling.pps_probs(jnp.ones(2), jnp.ones(2, bool), 2.0), "eps is 2.0"),
+        (lambda: sampling.boundary_probs(jnp.ones(2), jnp.ones(2), jnp.ones(2, bool), share=2.0), "share is 2.0"),
+        (lambda: sampling.integer_law(jnp.array([0.5, -0.5])), "p is -0.5"),
+        (lambda: sampling.integer_law(jnp.zeros(0)), "p has 0 units"),
+        (lambda: sampling.draw_wor(jax.random.key(0), jnp.array([1.0, jnp.nan]), 1), "p is nan"),
+        (lambda: sampling.draw_wor(jax.random.key(0), jnp.ones(3), 4), "only 3 units"),
+    ],
+)
+def test_laws_of_what_cannot_be_are_refused(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_inside_of_jit_they_are_no_probabilities():
+    gap, there = jnp.array([1.0, -1.0]), jnp.ones(2, bool)
+    assert np.isnan(jax.jit(sampling.pps_probs)(gap, there)).all()
+    assert np.isnan(jax.jit(lambda s: sampling.boundary_probs(jnp.ones(2), jnp.ones(2), there, share=s))(2.0)).all()
+    assert np.isnan(jax.jit(sampling.integer_law)(gap)[1]).all()
+    known = gap.at[1].set(jnp.nan)  # a unit that is not there may hold anything
+    assert np.isfinite(sampling.pps_probs(known, jnp.array([True, False]))).all()
