@@ -82,3 +82,22 @@ def test_the_whole_command(toy, tmp_path):
     assert sum(guarded["rows"].values()) == 64
     assert 0 < guarded["bound"] <= guarded["bound_alone"]
     assert 0 < guarded["audited_share"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--cells", "8x"], "'8x' is no cell; write 8x65536"),
+        (["--cells", "0x4096"], "a batch is at least 1"),
+        (["--cells", "1x64@128"], "a context no longer than the cache"),
+        (["--cells", "1x1024"], "1024 tokens leave no room for 1008 steps"),
+        (["--steps", "1"], "steps must be at least 16"),
+        (["--modes", "nonsense"], "there is no mode 'nonsense'"),
+        (["--pages", "nan"], "pages must lie between 0 and 1"),
+        (["--output", "nowhere/at/all.json"], "there is no folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(toy, capsys, words, sentence):
+    assert cli.main(["decode", "--config", "toy", *words]) == 2
+    told = capsys.readouterr().err
+    assert sentence in told and told.count("\n") == 1

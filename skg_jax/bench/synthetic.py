@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from skg_jax.bench.modes import ATTEMPTS, BASELINE, GUARDED, SPARSE, Run, baseli
 from skg_jax.bench.trace import copies_to_host, table, traced
 from skg_jax.decode import compiled
 from skg_jax.kv import cache as kv
-from skg_jax.types import BLOCK
+from skg_jax.types import BLOCK, PAGE_SIZES
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"  # an event of jax.monitoring
 
@@ -46,15 +47,23 @@ class Cell(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """Raises ValueError for anything else."""
-        place, _, modes = text.partition(":")
-        sizes, _, context = place.partition("@")
-        batch, capacity = (int(part) for part in sizes.split("x"))
-        return cls(batch, capacity, int(context or capacity), tuple(modes.split(",")) if modes else ())
+        """Raises ValueError with one sentence for anything else."""
+        match = re.fullmatch(r"(\d+)x(\d+)(?:@(\d+))?(?::(.+))?", text)
+        if match is None:
+            raise ValueError(f"{text!r} is no cell; write 8x65536, 8x65536@4096 or 8x65536:sparse,guarded.")
+        batch, capacity = int(match[1]), int(match[2])
+        cell = cls(batch, capacity, int(match[3] or capacity), tuple(match[4].split(",")) if match[4] else ())
+        if batch < 1 or cell.context > capacity:
+            raise ValueError(f"{text!r} is no cell; a batch is at least 1, and a context no longer than the cache.")
+        return cell
 
     @property
     def size(self) -> tuple[int, int]:
         return self.batch, self.capacity
+
+    def steps(self, args: argparse.Namespace) -> int:
+        """Timed attempts of a mode."""
+        return args.steps if self.context == self.capacity else args.short_steps
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -63,7 +72,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--config", required=True, help="a published model's name")
     parser.add_argument(
-        "--cells", nargs="+", type=Cell.parse, default=[Cell.parse("8x65536"), Cell.parse("1x131072")],
+        "--cells", nargs="+", default=["8x65536", "1x131072"],
         metavar="BxT[@C][:MODE,...]",
         help="batch x tokens of the cache; the context, if it is shorter; modes, if they are not those of --modes",
     )  # fmt: skip
@@ -71,8 +80,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1008, help="timed attempts of each mode in a cell")
     parser.add_argument("--short-steps", type=int, default=128, help="the same in cells with a shorter context")
     parser.add_argument("--pages", type=float, default=0.1)
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--bounds", default="sketch")
+    parser.add_argument("--page-size", type=int, default=16, choices=PAGE_SIZES)
+    parser.add_argument("--bounds", default="sketch", choices=("sketch", "group"))
     parser.add_argument("--tau", type=float, default=0.27)
     parser.add_argument("--profile", default="smollm2-135m-instruct", help="recorded attention to reproduce")
     parser.add_argument("--dense-layers", type=int, default=8, help="contiguous caches that all layers share in turn")
@@ -82,17 +91,27 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.steps, args.short_steps) < ATTEMPTS:
         raise ValueError(f"steps must be at least {ATTEMPTS}, one dispatch, not {min(args.steps, args.short_steps)}.")
-    args.cells = [cell._replace(modes=cell.modes or tuple(args.modes)) for cell in args.cells]
+    if not 0 < args.pages < 1 or (args.layers is not None and args.layers < 1) or args.dense_layers < 1:
+        raise ValueError("pages must lie between 0 and 1, and layers and dense-layers be at least 1.")
+    if args.output and not args.output.parent.is_dir():
+        raise ValueError(f"{args.output} cannot be written: there is no folder {args.output.parent}.")
+    cells = [Cell.parse(text) for text in args.cells]
+    args.cells = [cell._replace(modes=cell.modes or tuple(args.modes)) for cell in cells]
     known = [BASELINE, *modes(published.get(args.config), args.page_size, args.bounds)]
     if unknown := [name for cell in args.cells for name in cell.modes if name not in known]:
         raise ValueError(f"there is no mode {unknown[0]!r}; choose among {', '.join(known)}.")
     args.steps, args.short_steps = (-(-n // ATTEMPTS) * ATTEMPTS for n in (args.steps, args.short_steps))
+    for cell in args.cells:
+        if cell.context < cell.steps(args) + 2 * BLOCK:
+            raise ValueError(f"{cell.context} tokens leave no room for {cell.steps(args)} steps; ask for fewer.")
     return args
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns the exit code. Raises ValueError with one sentence."""
     args = arguments(argv)
+    if jax.default_backend() == "cpu":
+        say("There is no GPU here: everything runs through XLA on the CPU, for trials at small sizes.")
     config = published.get(args.config)
     config = synthesis.synthetic_config(dataclasses.replace(config, num_layers=args.layers or config.num_layers))
     spreads = synthesis.head_spreads(synthesis.profile(args.profile), config)
@@ -167,7 +186,7 @@ def _first(context: int, timed: int) -> int:
 def measure(args, runs: Sequence[Run], programs, cache, cell: Cell, row: dict[str, Any], save) -> kv.PagedKVCache:
     """All modes of one cell in turns, then their kernels if asked for. A run that is cut short keeps what was saved."""
     say(f"{cell.batch} x {cell.context} of {cell.capacity}")
-    steps = args.steps if cell.context == cell.capacity else args.short_steps
+    steps = cell.steps(args)
     first, row["read_tb_s"] = _first(cell.context, steps), read_ceiling(cache.k)
     samples, compilations = {run.name: [] for run in runs}, []
     for run in runs:

@@ -59,6 +59,7 @@ class Options:
     raw: bool = False
 
     def __post_init__(self):
+        self._check_types()
         get(self.selector)
         checks = [
             (self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}."),
@@ -90,6 +91,19 @@ class Options:
         for ok, sentence in checks:
             if not ok:
                 raise RequestError(sentence)
+
+    def _check_types(self) -> None:
+        kinds = {
+            "a whole number": (("max_tokens", "top_k", "page_size"), int),
+            "a whole number or None": (("seed", "dense_below"), int | None),
+            "a number": (("pages", "temperature", "top_p", "min_p"), int | float),
+            "a GuardConfig": (("guard",), GuardConfig),
+        }
+        for what, (names, kind) in kinds.items():
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kind) or isinstance(value, bool):
+                    raise RequestError(f"{name} must be {what}, not {value!r}.")
 
     @property
     def greedy(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 
 import pytest
 
@@ -76,3 +78,23 @@ def test_the_default_tier_fits_every_first_budget(pages, tiers):
 @pytest.mark.parametrize("pages", [0.0, -0.5, INF, NAN])
 def test_what_is_no_budget_has_no_tier(pages):
     assert default_tiers(pages) == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("max_tokens", 2.5, "max_tokens must be a whole number, not 2.5"),
+        ("max_tokens", "3", "max_tokens must be a whole number, not '3'"),
+        ("max_tokens", True, "max_tokens must be a whole number, not True"),
+        ("temperature", "hot", "temperature must be a number, not 'hot'"),
+        ("seed", 1.0, "seed must be a whole number or None, not 1.0"),
+        ("guard", {}, "guard must be a GuardConfig, not {}"),
+    ],
+)
+def test_values_of_another_kind_are_refused(field, value, sentence):
+    options = object.__new__(Options)  # jaxtyping, which checks under test alone, would speak first
+    for other in dataclasses.fields(Options):
+        default = other.default
+        object.__setattr__(options, other.name, value if other.name == field else default)
+    with pytest.raises(RequestError, match=re.escape(sentence)):
+        options.__post_init__()
