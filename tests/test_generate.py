@@ -67,8 +67,8 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(shared, run, expected):
     assert rows["prompt"].startswith(f"{expected.prompt_tokens} tokens at ") and "first token after" in rows["prompt"]
     assert rows["decode"].startswith("60 tokens at ") and rows["decode"].endswith("ended by length")
     assert rows["pages"] == "100.0% of what dense attention reads"
-    assert rows["verdicts"] == "0 accepted, 0 expanded, 59 exact, 0 uncertified"
-    assert rows["certificate"] == "All 59 steps used exact attention."
+    assert rows["steps"] == "59: 0 accepted, 59 exact, 0 uncertified; 0 tries repeated with more pages"
+    assert rows["certificate"] == "Every step (59) used exact attention."
     assert (rows["scope"], rows["seed"]) == ("request; nothing weakens it", "1")
     assert rows["compile"].endswith(" s")
 
@@ -324,7 +324,7 @@ def test_ctrl_c_prints_the_certificate_of_what_there_is(shared, run, tmp_path, m
     code, out, err = run(*TEXT, *DENSE, "--report", str(tmp_path / "r.json"))
     assert code == 130
     assert 10 <= len(out) < len(expected.text) and expected.text.startswith(out.rstrip("\n"))
-    assert "ended by interrupted" in err and "steps used exact attention" in err
+    assert "ended by interrupted" in err and "used exact attention" in err
     assert json.loads((tmp_path / "r.json").read_text())["finish_reason"] == "interrupted"
 
 

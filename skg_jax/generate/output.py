@@ -74,8 +74,8 @@ def footer(result: Result) -> list[str]:
         "decode": f"{result.generated_tokens} tokens{_rate(time.decode_tok_s)}, ended by {result.finish_reason}",
         "compile": _seconds(time.compile_s),
         "pages": _pages(result.pages),
-        "verdicts": f"{certificate.accepted} accepted, {certificate.expanded} expanded, {certificate.fallback} exact, "
-        f"{certificate.uncertified} uncertified",
+        "steps": f"{certificate.steps}: {certificate.accepted} accepted, {certificate.fallback} exact, "
+        f"{certificate.uncertified} uncertified; {certificate.expanded} tries repeated with more pages",
         "crossover": certificate.crossover,
         "certificate": certificate.statement,
         "scope": f"{certificate.scope}; {certificate.reason or 'nothing weakens it'}",

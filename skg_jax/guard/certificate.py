@@ -97,7 +97,7 @@ class Certificate:
         if self.scope == "none":
             return "No guarantee is given for this request."
         if self.accepted == 0 and not self.uncertified:
-            return f"All {self.steps} steps used exact attention."
+            return f"Every step ({self.steps}) used exact attention."
         what = _WHAT[self.terms.audit_scope, self.residual]
         limit = f"{what} is at most {self.tau:g} against dense attention on the same cache and queries"
         if self.scope == "request":

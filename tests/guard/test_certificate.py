@@ -104,7 +104,7 @@ def test_sparse_without_audit():
 
 def test_dense_attention_needs_no_audit():
     got = _claim(EXACT, EXACT, terms=TERMS._replace(attention="dense"))
-    assert got.scope == "request" and got.fallback == 2 and got.statement == "All 2 steps used exact attention."
+    assert got.scope == "request" and got.fallback == 2 and got.statement == "Every step (2) used exact attention."
 
 
 @pytest.mark.parametrize(
