@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from skg_jax.stats import evalues, sampling
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats._types import RealLike, refuse
-from skg_jax.stats.population import Read, check_rounds, reader, totals, weighted
+from skg_jax.stats.population import Read, check_rounds, check_scalars, check_shapes, reader, totals, weighted
 from skg_jax.stats.sums import tree_sum
 
 TINY = 1e-30
@@ -100,7 +100,7 @@ def audit(
 
     Raises:
         ValueError: outside of jit, when bounds, budgets or level make no sense or a value is outside of its bounds.
-            Inside, `violated` says so, and nothing is certified.
+            Inside, `violated` says so, and nothing is certified. Inside too, when shapes differ or are empty.
     """
     pop = population(lower, upper, valid, config)
     return audit_order(orders(key, pop, config), pop, read, budgets, log_inv_alpha, config)
@@ -108,7 +108,8 @@ def audit(
 
 def population(lower, upper, valid=None, config: PerHeadConfig = PerHeadConfig()) -> Population:  # noqa: B008
     """Arguments as in `audit`. Nothing is clipped silently: bounds that make no sense make it unsound."""
-    lower, upper = weighted(lower, None, valid), weighted(upper, None, valid)
+    check_shapes("H U", lower=lower, upper=upper, valid=valid)
+    lower, upper = (weighted(jnp.asarray(bound), None, valid) for bound in (lower, upper))
     floor, cap, sound = totals(lower, upper)
     gap = jnp.where(upper > lower, upper - lower, 0)
     law = jax.vmap(lambda g: sampling.pps_probs(g, g > 0, config.uniform_share))(gap)
@@ -132,6 +133,10 @@ def audit_order(
     config: PerHeadConfig,
 ) -> PerHeadReport:
     """`audit` along given orders."""
+    check_shapes("H U", bounds=pop.lower, read=None if callable(read) else read)
+    check_shapes("H", heads=pop.cap, budgets=budgets, order=order[..., 0])
+    check_scalars(log_inv_alpha=log_inv_alpha)
+    budgets = jnp.asarray(budgets)
     refuse(jnp.isnan(budgets), "budgets", budgets, "a budget is a number")
     kw.check_level(log_inv_alpha)
     value = reader(read)

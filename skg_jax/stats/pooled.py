@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from skg_jax.stats import blocked, sampling
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats._types import RealLike, refuse
-from skg_jax.stats.population import Read, check_rounds, reader, totals, weighted
+from skg_jax.stats.population import Read, check_rounds, check_scalars, check_shapes, reader, totals, weighted
 from skg_jax.stats.sums import tree_sum
 
 type Design = Literal["iid", "wor", "hybrid"]
@@ -129,14 +129,16 @@ def audit(
 
     Raises:
         ValueError: outside of jit, when bounds, weights, budget or level make no sense or a value is outside of its
-            bounds. Inside, `violated` says so, and nothing is certified.
+            bounds. Inside, `violated` says so, and nothing is certified. Inside too, when shapes differ or are empty.
     """
+    check_shapes("U", lower=lower, upper=upper, read=None if callable(read) else read, weights=weights, valid=valid)
+    check_scalars(budget=budget, log_inv_alpha=log_inv_alpha)
     level, budget = kw.check_level(log_inv_alpha), jnp.asarray(budget)
     refuse(jnp.isnan(budget), "budget", budget, "a budget is a number")
     pop = population(lower, upper, weights, valid, config)
     value = reader(read, weights)
     pop, certain = read_certain(pop, value, config)
-    run, offset, peak = start(pop, config), 0, jnp.zeros((), lower.dtype)
+    run, offset, peak = start(pop, config), 0, jnp.zeros((), pop.lower.dtype)
     law, order = first_law(pop, config), wor_order(key, pop, config)
     for part, size in enumerate(config.rounds):
 
@@ -160,8 +162,9 @@ def audit(
 
 def population(lower, upper, weights, valid, config: PooledConfig = PooledConfig()) -> Population:  # noqa: B008
     """Arguments as in `audit`. Nothing is clipped silently: bounds that make no sense make it unsound."""
-    there = jnp.int32(lower.size) if valid is None else valid.sum(dtype=jnp.int32)
-    lower, upper = weighted(lower, weights, valid), weighted(upper, weights, valid)
+    check_shapes("U", lower=lower, upper=upper, weights=weights, valid=valid)
+    there = jnp.int32(lower.size) if valid is None else jnp.asarray(valid).sum(dtype=jnp.int32)
+    lower, upper = (weighted(jnp.asarray(bound), weights, valid) for bound in (lower, upper))
     return _population(lower, upper, there, jnp.ones((), bool), config)
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from skg_jax.stats._types import refuse
+from skg_jax.stats._types import RealLike, refuse
 from skg_jax.stats.sums import outward_sum
 
 type Read = Callable[[Int32[Array, "n"]], Float[Array, "n"]]
@@ -17,6 +18,26 @@ def check_rounds(rounds: tuple[int, ...], uniform_share: float) -> None:
         raise ValueError(f"rounds is {rounds}, but it needs at least one round of at least one draw.")
     if not 0 < uniform_share <= 1:
         raise ValueError(f"uniform_share is {uniform_share}, but it must be in (0, 1].")
+
+
+def check_shapes(axes: str, **arrays: ArrayLike | None) -> None:
+    """Raises ValueError, inside jit too, unless all arrays that are there have one shape, of these axes and not empty.
+
+    An index beyond the end of a shorter array would be clamped, and another unit's value taken for the one that was
+    drawn.
+    """
+    shapes = {name: jnp.shape(array) for name, array in arrays.items() if array is not None}
+    shape = next(iter(shapes.values()))
+    if len(shape) != len(axes.split()) or 0 in shape or set(shapes.values()) != {shape}:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"the shapes are {found}, but they must all be the same [{axes}], none of them empty.")
+
+
+def check_scalars(**values: RealLike) -> None:
+    """Raises ValueError, inside jit too, for what is an array where one number is meant."""
+    for name, value in values.items():
+        if jnp.ndim(value):
+            raise ValueError(f"{name} has shape {jnp.shape(value)}, but it is one number; use jax.vmap for many.")
 
 
 def weighted(
@@ -42,4 +63,4 @@ def totals(
 def reader(read: Read | Float[Array, "..."], weights: Float[Array, "U"] | None = None) -> Read:
     """Weighted values of units by their index."""
     value = read if callable(read) else lambda index: jnp.asarray(read).reshape(-1)[index]
-    return value if weights is None else lambda index: weights[index] * value(index)
+    return value if weights is None else lambda index: jnp.asarray(weights)[index] * value(index)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats import per_head, pooled
 from tests.stats import oracle
 from tests.stats.oracle import POPULATIONS, population
+from tests.stats.unchecked import unchecked
 
 EXACT = per_head.PerHeadConfig(
     rounds=(3, 2, 2), uniform_share=0.1, betting=kw.KWConfig(guard=0.0, mass_guard=0.0, capacity=8, grid=4, levels=2)
@@ -230,3 +232,44 @@ def test_padding_is_not_read():
     report = _audit(*poisoned, budgets, jnp.float32(LEVEL), jnp.asarray(valid))
     assert not bool(report.violated) and np.asarray(report.reads).tolist() == [5, 3]
     np.testing.assert_allclose(report.upper, np.where(valid, x, 0).sum(1), rtol=1e-3)
+
+
+SHAPES = {
+    "read": {"read": np.ones((2, 3), np.float32)},
+    "valid": {"valid": np.ones((2, 3), bool)},
+    "upper": {"upper": np.ones((3, 4), np.float32)},
+    "one head": {name: np.ones(4, np.float32) for name in ("lower", "upper", "read")},
+    "no units": {name: np.ones((2, 0), np.float32) for name in ("lower", "upper", "read")},
+    "scalar budget": {"budgets": np.float32(1)},
+    "budgets": {"budgets": np.ones(3, np.float32)},
+    "level": {"log_inv_alpha": np.ones(2, np.float32)},
+}
+
+
+@pytest.mark.parametrize("fault", SHAPES)
+def test_shapes_that_do_not_fit_are_refused_also_inside_jit(fault):
+    lower, upper, x, _ = (np.asarray(v) for v in small_heads())
+    call = {"lower": lower, "upper": upper, "read": x, "budgets": np.ones(2, np.float32)}
+    call |= {"log_inv_alpha": np.float32(LEVEL)} | SHAPES[fault]
+    audit = lambda call: per_head.audit(jax.random.key(0), **call, config=SHORT)
+    for run in (audit, jax.jit(audit)):
+        with unchecked(), pytest.raises(ValueError, match=r"shapes? .*\(.*\), but .*\."):
+            run(call)
+
+
+def test_an_order_of_other_heads_is_refused():
+    lower, upper, x, valid = small_heads()
+    pop = per_head.population(lower, upper, valid, SHORT)
+    order = jnp.zeros((3, 4), jnp.int32)
+    with unchecked(), pytest.raises(ValueError, match=r"order \(3,\), but"):
+        per_head.audit_order(order, pop, x, jnp.ones(2), LEVEL, SHORT)
+
+
+def test_arrays_of_numpy_are_taken_outside_of_jit():
+    lower, upper, x, valid = heads()  # float64
+    args: list[Any] = [lower, upper, x, 0.99 * upper.sum(1), LEVEL, valid]
+    with unchecked():
+        found = per_head.audit(jax.random.key(0), *args, config=SHORT)
+        want = per_head.audit(jax.random.key(0), *[jnp.asarray(v) for v in args], config=SHORT)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    assert np.asarray(found.reads).sum() > 0

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from skg_jax.stats import blocked, pooled
 from skg_jax.stats import kaplan_wald as kw
 from tests.stats import oracle
 from tests.stats.oracle import POPULATIONS, UNITS, population
+from tests.stats.unchecked import unchecked
 
 EXACT = kw.KWConfig(guard=0.0, mass_guard=0.0)
 COARSE = kw.KWConfig(grid=1, levels=12)
@@ -229,3 +231,37 @@ _void = jax.jit(lambda *args: pooled.audit(*args[:-1], config=args[-1]), static_
 def test_impossible_settings_are_refused(changes):
     with pytest.raises(ValueError, match=r"\.$"):
         pooled.PooledConfig(**changes)
+
+
+SHAPES = {
+    "read": {"read": np.ones(3, np.float32)},
+    "weights": {"weights": np.ones(64, np.float32)},
+    "valid": {"valid": np.ones(8, bool)},
+    "upper": {"upper": np.ones((9, 1), np.float32)},
+    "lower": {"lower": np.zeros(10, np.float32)},
+    "empty": {name: np.ones(0, np.float32) for name in ("lower", "upper", "read")},
+    "budget": {"budget": np.ones(2, np.float32)},
+    "level": {"log_inv_alpha": np.ones(1, np.float32)},
+}
+
+
+@pytest.mark.parametrize("fault", SHAPES)
+def test_shapes_that_do_not_fit_are_refused_also_inside_jit(fault):
+    """An index beyond a shorter array would be clamped."""
+    lower, upper, x = (np.float32(v) for v in units(9))
+    call = dict(lower=lower, upper=upper, read=x, budget=np.float32(3), log_inv_alpha=np.float32(LEVEL))  # noqa: C408
+    audit = lambda call: pooled.audit(jax.random.key(0), **call, config=pooled.PooledConfig(rounds=(4,)))
+    for run in (audit, jax.jit(audit)):
+        with unchecked(), pytest.raises(ValueError, match=r"shapes? .*\(.*\), but .*\."):
+            run(call | SHAPES[fault])
+
+
+def test_arrays_of_numpy_are_taken_outside_of_jit():
+    lower, upper, x = units(9)  # float64
+    config, key = pooled.PooledConfig(rounds=(4,)), jax.random.key(0)
+    args: list[Any] = [lower, upper, x, 0.9 * upper.sum(), LEVEL, np.full(9, 1.5), np.arange(9) != 4]
+    with unchecked():
+        found = pooled.audit(key, *args, config=config)
+        want = pooled.audit(key, *[jnp.asarray(v) for v in args], config=config)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    assert found.upper.dtype == jnp.float32 and int(found.draws) == 4
