@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float
 
-from skg_jax.stats._types import Info, RealLike
+from skg_jax.stats._types import BoolLike, Info, RealLike
 from skg_jax.stats.means import (
     ROUNDING,
     Design,
@@ -28,6 +28,7 @@ from skg_jax.stats.means import (
     Past,
     advance,
     as_interval,
+    check_level,
     design,
     no_moments,
     thresholds,
@@ -80,10 +81,16 @@ def update(state: BettingState, x: Float[Array, ""] | float) -> tuple[BettingSta
 
 
 def update_batch(
-    state: BettingState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
+    state: BettingState, x: Float[Array, "n"], valid: Bool[Array, "n"] | BoolLike | None = None
 ) -> tuple[BettingState, Info]:
-    """Take n observations in their order, skipping those that are not valid (padding)."""
+    """Take n observations in their order, skipping those that are not valid (padding); one flag may stand for all.
+
+    Raises:
+        ValueError: outside of jit, for an observation that cannot be. Inside too, for another number of flags.
+    """
     moments, past, info = advance(state.plan, state.moments, x, valid)
+    if past.time.size == 0:
+        return state, info
     mu, dead = _means(state, past)
     bet = jnp.minimum(bets(state.plan, past)[..., None], state.cap / mu)
     gains = jnp.where(past.use[:, None], jnp.log1p(bet * (past.x[..., None] - mu)), 0)
@@ -101,8 +108,9 @@ def bound(state: BettingState, alpha: RealLike) -> tuple[Float[Array, ""], Float
     """(lower, upper) for the mean, at error alpha over all times: the running intersection, outward on the grid.
 
     Raises:
-        ValueError: alpha is a Python number outside (0, 1). An array outside gives (0, 1).
+        ValueError: outside of jit, for an alpha outside (0, 1). Inside it gives (0, 1).
     """
+    check_level(alpha)
     rejected = state.peak >= thresholds(state.plan, alpha)[:, None]
     lower = jnp.where(rejected, _grid(state), 0).max(1)
     return as_interval(state.plan, state.moments, lower, alpha)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float
 
 from skg_jax.stats import plugin
-from skg_jax.stats._types import Info, RealLike
+from skg_jax.stats._types import BoolLike, Info, RealLike
 from skg_jax.stats.boundaries import best_rho, gamma_exponential_root
 from skg_jax.stats.means import MeanConfig, advance, centres, check_first_mean
 from skg_jax.stats.plugin import PluginState
@@ -57,9 +57,13 @@ def update(state: PluginState, x: Float[Array, ""] | float) -> tuple[PluginState
 
 
 def update_batch(
-    state: PluginState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
+    state: PluginState, x: Float[Array, "n"], valid: Bool[Array, "n"] | BoolLike | None = None
 ) -> tuple[PluginState, Info]:
-    """Take n observations in their order, skipping those that are not valid (padding)."""
+    """Take n observations in their order, skipping those that are not valid (padding); one flag may stand for all.
+
+    Raises:
+        ValueError: outside of jit, for an observation that cannot be. Inside too, for another number of flags.
+    """
     moments, past, info = advance(state.plan, state.moments, x, valid)
     squares = (past.x - centres(past, state.first_mean)) ** 2
     return plugin.extend(state, moments, past, jnp.ones_like(squares), squares, _margin(state)), info

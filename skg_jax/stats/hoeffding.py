@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float
 
 from skg_jax.stats import plugin
-from skg_jax.stats._types import Info
+from skg_jax.stats._types import BoolLike, Info
 from skg_jax.stats.means import MeanConfig, advance
 from skg_jax.stats.plugin import PluginState, bound
 
@@ -45,9 +45,13 @@ def update(state: PluginState, x: Float[Array, ""] | float) -> tuple[PluginState
 
 
 def update_batch(
-    state: PluginState, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
+    state: PluginState, x: Float[Array, "n"], valid: Bool[Array, "n"] | BoolLike | None = None
 ) -> tuple[PluginState, Info]:
-    """Take n observations in their order, skipping those that are not valid (padding)."""
+    """Take n observations in their order, skipping those that are not valid (padding); one flag may stand for all.
+
+    Raises:
+        ValueError: outside of jit, for an observation that cannot be. Inside too, for another number of flags.
+    """
     moments, past, info = advance(state.plan, state.moments, x, valid)
     growth = past.time * jnp.log1p(past.time)
     bets = jnp.minimum(jnp.sqrt(8 * state.plan.tuned[:, None] / growth), state.choice[:, None])

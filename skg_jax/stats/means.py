@@ -22,9 +22,11 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from skg_jax.stats._types import Info, RealLike, refuse
+from skg_jax.stats._types import BoolLike, Info, RealLike, refuse
 from skg_jax.stats.sums import exclusive_prefix, tree_sum
 
 PRIOR_MEAN, PRIOR_VARIANCE = 0.5, 0.25  # one observation that was never made, so that the first bets are defined
@@ -48,11 +50,11 @@ class MeanConfig:
     population: int | None = None
 
     def __post_init__(self):
-        check_alpha(self.alpha)
+        check_level(self.alpha)
         if not 0 <= self.lower_share <= 1:
             raise ValueError(f"lower_share is {self.lower_share}, but a share of alpha lies in [0, 1].")
-        if self.population is not None and self.population < 1:
-            raise ValueError(f"population is {self.population}, but it needs at least 1 item, or None.")
+        if self.population is not None and not (self.population >= 1 and self.population % 1 == 0):
+            raise ValueError(f"population is {self.population}, but it is a whole number of at least 1 item, or None.")
 
 
 class Design(NamedTuple):
@@ -95,6 +97,17 @@ def check_alpha(alpha: RealLike | Float[Array, "..."]) -> None:
         raise ValueError(f"alpha is {alpha}, but an error probability lies strictly between 0 and 1.")
 
 
+def check_level(alpha: RealLike) -> None:
+    """Raises ValueError for an alpha outside (0, 1) unless it is traced, and for several at once, which no bound takes.
+
+    For the level of a bound; `check_alpha` lets the 0 pass that is the level of a side without alpha.
+    """
+    if jnp.ndim(alpha):
+        raise ValueError(f"alpha has shape {jnp.shape(alpha)}, but it is one number; use jax.vmap for many.")
+    if not isinstance(alpha, Tracer) and not 0 < np.asarray(alpha) < 1:
+        raise ValueError(f"alpha is {alpha}, but an error probability lies strictly between 0 and 1.")
+
+
 def check_first_mean(first_mean: float) -> None:
     """Raises ValueError for a guess outside [0, 1], with which the process would be none."""
     if not 0 <= first_mean <= 1:
@@ -116,7 +129,7 @@ def no_moments(dtype: DTypeLike) -> Moments:
 
 
 def advance(
-    plan: Design, moments: Moments, x: Float[Array, "n"], valid: Bool[Array, "n"] | None = None
+    plan: Design, moments: Moments, x: Float[Array, "n"], valid: Bool[Array, "n"] | BoolLike | None = None
 ) -> tuple[Moments, Past, Info]:
     """Take n observations, skipping those that are not valid.
 
@@ -124,11 +137,11 @@ def advance(
         (moments after them, `Past` of each, info). Once something invalid was met, nothing is used any more.
 
     Raises:
-        ValueError: outside of jit, for an observation that cannot be.
+        ValueError: outside of jit, for an observation that cannot be. Inside too, for another number of flags.
     """
     dtype = moments.total.dtype
-    x = x.astype(dtype)
-    valid = jnp.ones(x.shape, bool) if valid is None else valid
+    x = jnp.asarray(x, dtype)
+    valid = _flags(x, valid)
     after = moments.count + jnp.cumsum(valid, dtype=jnp.int32)
     bad = valid & (~((x >= 0) & (x <= 1)) | (after > plan.population))
     invalid = moments.invalid | refuse(bad, "the observation", x, RULE)
@@ -147,6 +160,14 @@ def advance(
     return Moments(count, high, low, moments.squares + tree_sum(around), invalid), past, info
 
 
+def _flags(x: Float[Array, "n"], valid: Bool[Array, "n"] | BoolLike | None) -> Bool[Array, "n"]:
+    """Which observations are there: all by default, one flag may stand for all, and no other number of them."""
+    valid = jnp.asarray(True if valid is None else valid)
+    if x.ndim != 1 or valid.shape not in ((), x.shape):
+        raise ValueError(f"x has shape {x.shape} and valid {valid.shape}, but x is a list, with one flag for each x.")
+    return jnp.broadcast_to(valid, x.shape)
+
+
 def centres(past: Past, first_mean: RealLike) -> Float[Array, "2 n"]:
     """The mean of the observations before each one, from both sides; a guess before the first."""
     return jnp.where(past.time == 1, first_mean, past.total / jnp.maximum(past.time - 1, 1))
@@ -163,12 +184,7 @@ def two_sum(a: Float[Array, ""], b: Float[Array, ""]) -> tuple[Float[Array, ""],
 
 
 def thresholds(plan: Design, alpha: RealLike) -> Float[Array, "2"]:
-    """log(1/alpha) of each side; inf for a side without alpha, and for an alpha that is no probability.
-
-    Raises:
-        ValueError: alpha is a Python number outside (0, 1).
-    """
-    check_alpha(alpha)
+    """log(1/alpha) of each side; inf for a side without alpha, and for an alpha that is no probability."""
     level = jnp.asarray(alpha, plan.share.dtype) * plan.share
     usable = (jnp.asarray(alpha) > 0) & (jnp.asarray(alpha) < 1) & (level > 0)
     return jnp.where(usable, -jnp.log(jnp.where(usable, level, 1)), jnp.inf)

@@ -21,7 +21,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
 from skg_jax.stats._types import RealLike
-from skg_jax.stats.means import Design, MeanConfig, Moments, Past, as_interval, design, no_moments, thresholds
+from skg_jax.stats.means import (
+    Design,
+    MeanConfig,
+    Moments,
+    Past,
+    as_interval,
+    check_level,
+    design,
+    no_moments,
+    thresholds,
+)
 from skg_jax.stats.sums import prefix_sum
 
 type Margin = Callable[[jax.Array, jax.Array], jax.Array]  # of (sums of costs, log(1/alpha))
@@ -83,8 +93,9 @@ def bound(state: PluginState, alpha: RealLike, margin: Margin = add) -> tuple[Fl
     alpha: a crossing at a smaller level is a crossing at alpha too, so this costs nothing.
 
     Raises:
-        ValueError: alpha is a Python number outside (0, 1). An array outside gives (0, 1).
+        ValueError: outside of jit, for an alpha outside (0, 1). Inside it gives (0, 1).
     """
+    check_level(alpha)
     now = _lower(state.numerator, state.denominator, state.cost, thresholds(state.plan, alpha), margin)
     known = jnp.asarray(alpha, state.plan.alpha.dtype) >= state.plan.alpha
     return as_interval(state.plan, state.moments, jnp.maximum(now, jnp.where(known, state.best, 0)), alpha)

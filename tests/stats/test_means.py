@@ -1,6 +1,7 @@
 """The processes as programs: batch against single updates, edges, refusals, monotonicity, reflection, compilation."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from skg_jax.stats.conjugate_mixture import ConjugateMixtureConfig
 from skg_jax.stats.empirical_bernstein import EmpiricalBernsteinConfig
 from skg_jax.stats.hoeffding import HoeffdingConfig
 from skg_jax.stats.varying_means import VaryingMeansConfig
+from tests.stats.unchecked import unchecked
 
 N = 17
 CONFIGS = {
@@ -146,9 +148,49 @@ def test_more_draws_than_the_population_void_the_bounds(module):
 def test_alpha_that_is_no_probability(module):
     state = update_batch(module, start(module), some(1, 60))
     for alpha in (0.0, 1.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match="alpha is"):
-            module.bound(state, alpha)
+        for level in (alpha, np.float32(alpha), np.asarray(alpha), jnp.float32(alpha)):
+            with pytest.raises(ValueError, match="alpha is"):
+                module.bound(state, level)
         assert bound(module, state, alpha).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_alphas_in_a_list_are_refused_also_inside_jit(module):
+    state = start(module)
+    for alphas in (np.array([2.0]), np.array([0.05, 0.01]), np.full((1, 3), 0.1)):
+        for bound_of in (module.bound, jax.jit(module.bound)):
+            with unchecked(), pytest.raises(ValueError, match=r"alpha has shape \(.*\), but it is one number"):
+                bound_of(state, np.float32(alphas))
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("flags", [0, 1, 4, 6, (5, 1)])
+def test_another_number_of_flags_than_observations_is_refused_also_inside_jit(module, flags):
+    state, x, valid = start(module), some(1, 5), np.ones(flags, bool)
+    for update in (module.update_batch, jax.jit(module.update_batch)):
+        with unchecked(), pytest.raises(ValueError, match=r"x has shape \(5,\) and valid \(.*\), but .*\."):
+            update(state, x, valid)
+    with unchecked(), pytest.raises(ValueError, match=r"x has shape \(1, 5\)"):
+        module.update(state, x)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_one_flag_stands_for_all(module):
+    state, x = start(module), some(1, 5)
+    equal = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)
+    equal(module.update_batch(state, x, True), module.update_batch(state, x))
+    after, info = module.update_batch(state, x * np.nan, False)
+    equal(module.bound(after, 0.05), module.bound(state, 0.05))
+    assert (int(info.used), int(after.moments.count), bool(info.invalid)) == (0, 0, False)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_observations_change_nothing(module):
+    state = update_batch(module, start(module), some(1))
+    for update in (module.update_batch, jax.jit(module.update_batch)):
+        after, info = update(state, jnp.zeros(0))
+        jax.tree.map(np.testing.assert_array_equal, after, state)
+        assert (int(info.used), int(info.ignored), bool(info.invalid)) == (0, 0, False)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -177,7 +219,11 @@ def test_jit_equals_eager(module):
     [
         (lambda: HoeffdingConfig(alpha=1.0), "alpha is 1.0"),
         (lambda: HoeffdingConfig(lower_share=1.5), "lower_share is 1.5"),
+        (lambda: HoeffdingConfig(alpha=np.float32(2)), "alpha is 2.0"),  # pyright: ignore[reportArgumentType]
         (lambda: HoeffdingConfig(population=0), "population is 0"),
+        (lambda: BettingConfig(population=math.nan), "population is nan"),  # pyright: ignore[reportArgumentType]
+        (lambda: HoeffdingConfig(population=math.inf), "population is inf"),  # pyright: ignore[reportArgumentType]
+        (lambda: HoeffdingConfig(population=1.5), "population is 1.5"),  # pyright: ignore[reportArgumentType]
         (lambda: HoeffdingConfig(truncation=0.0), "truncation is 0.0"),
         (lambda: EmpiricalBernsteinConfig(truncation=1.0), "truncation is 1.0"),
         (lambda: EmpiricalBernsteinConfig(first_mean=2.0), "first_mean is 2.0"),
@@ -189,7 +235,7 @@ def test_jit_equals_eager(module):
     ],
 )
 def test_refusals(make, words):
-    with pytest.raises(ValueError, match=words):
+    with unchecked(), pytest.raises(ValueError, match=words):
         make()
 
 
