@@ -46,7 +46,9 @@ GUARD = 2e-5  # on the remaining slack, relative to the cap; without it float32 
 MASS_GUARD = 2e-6  # the probability mass still unread is rounded down by this
 LOG_ERROR = 1e-6  # rounding of one log factor, in nats
 UP = 1 + 1e-5  # what rounding may add to a probability of 1
+EXCESS = 1e-4  # what rounding may add to sums that have a limit: float32 weights of 1, slack read of all slack
 SLACK_RULE = "a value that was read lies within its bounds, so that its slack is at least 0 and finite"
+KNOWN_RULE = "all slack is at most cap - floor, and only distinct units count"
 TINY = 1e-37
 HUGE = 1e30
 
@@ -78,8 +80,10 @@ class KWConfig:
             raise ValueError(f"betas is {self.betas}, but it needs at least one bet and every bet lies in [0, 1].")
         if len(self.weights) != len(self.betas) or min(self.weights) <= 0 or not math.isclose(sum(self.weights), 1):
             raise ValueError(f"weights is {self.weights}, but it needs one positive weight for each bet, summing to 1.")
-        if self.guard < 0 or self.mass_guard < 0:
-            raise ValueError(f"guard, mass_guard are {self.guard}, {self.mass_guard}, but a guard is not negative.")
+        if not (0 <= self.guard < math.inf and 0 <= self.mass_guard < math.inf):
+            raise ValueError(
+                f"guard, mass_guard are {self.guard}, {self.mass_guard}, but a guard is finite, not negative."
+            )
         if not -80 <= self.log_floor <= -20:
             raise ValueError(f"log_floor is {self.log_floor}, but float32 needs it in [-80, -20].")
         if min(self.capacity, self.grid, self.levels) < 1:
@@ -179,12 +183,19 @@ def observe_wor(
     """Successive draws without replacement, in Plackett-Luce order with weights p that sum to 1 over all units.
 
     p_left, removed: mass unread and slack read before the first of these draws. The mass left is rounded down (never
-    below the draw's own), which rounds the evidence down.
+    below the draw's own), which rounds the evidence down. A draw of more than the mass left cannot be: a unit came
+    twice, or the weights are those of no order. It raises ValueError outside of jit; inside its probability is NaN,
+    which voids the process.
     """
     taken, p = _positive(slacks, valid), jnp.where(valid, p, 0)
-    left = jnp.maximum(jnp.asarray(p_left, p.dtype) - exclusive_prefix(p) - mass_guard, p)
+    p_left = jnp.asarray(p_left, p.dtype)
+    unread = p_left - exclusive_prefix(p)
+    whole = refuse(~(p_left <= 1 + EXCESS), "p_left", p_left, "the weights of all units sum to 1")
+    bad = valid & (whole | ~(p <= unread + EXCESS))
+    refuse(bad, "the weight of all draws", 1 - unread + p, "each unit is drawn once, and the weights of all sum to 1")
+    left = jnp.maximum(unread - mass_guard, p)
     removed = jnp.asarray(removed, taken.dtype)
-    probs = p / jnp.maximum(left, TINY)
+    probs = jnp.where(bad, jnp.nan, p / jnp.maximum(left, TINY))
     return Observation(slacks, probs, valid, removed + exclusive_prefix(taken), removed + tree_sum(taken))
 
 
@@ -307,10 +318,12 @@ def upper(
         eta: see `rounding_guard`.
 
     Returns:
-        U <= min(cap, cap - known slack + eta); the cap itself without draws; inf for a state or level that is invalid.
+        U <= min(cap, cap - known slack + eta); the cap itself without draws; inf for a state or level that is invalid,
+        and when more slack was read than there is between cap and floor. Outside of jit it raises ValueError then.
     """
     dtype = state.y.dtype
     level = check_level(log_inv_alpha)
+    over = _too_much(state, cap, floor, eta)
     high = _cap_left(state, cap, eta)
     low = jnp.minimum(jnp.asarray(floor, dtype), high)
     share = jnp.arange(1, config.grid + 1, dtype=dtype) / (config.grid + 1)
@@ -324,7 +337,7 @@ def upper(
         return (edges[last], jnp.minimum(edges[last + 1], high)), None
 
     found = jax.lax.scan(refine, (low, high), length=config.levels)[0][1]
-    return jnp.where(state.invalid | ~(level > 0), jnp.inf, found)
+    return jnp.where(state.invalid | over | ~(level > 0), jnp.inf, found)
 
 
 def lower(
@@ -359,6 +372,13 @@ def outside(x: Float[Array, "*n"], lo: Float[Array, "*n"], cap: Float[Array, "*n
 def planned_draws(cap: float, total: float, budget: float, log_inv_alpha: float, config: KWConfig = DEFAULT) -> float:
     """Draws that certify `budget` when R = total and slack is proportional to probability (first bet, beta = 1)."""
     return (log_inv_alpha - math.log(config.weights[0])) / math.log((cap - total) / (cap - budget))
+
+
+def _too_much(state: KWState, cap: RealLike, floor: RealLike, eta: RealLike) -> Bool[Array, ""]:
+    """Whether more slack was read than there is. Outside of jit it raises ValueError then."""
+    cap, floor, eta = (jnp.asarray(value, state.known.dtype) for value in (cap, floor, eta))
+    most = cap - floor + eta + EXCESS * jnp.maximum(jnp.abs(cap), jnp.abs(floor))
+    return refuse(~state.invalid & ~(state.known <= most), "the slack read", state.known, KNOWN_RULE)
 
 
 def _cap_left(state: KWState, cap: RealLike, eta: RealLike) -> Float[Array, ""]:

@@ -12,11 +12,12 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from skg_jax.stats import kaplan_wald as kw
 from skg_jax.stats._types import Info, RealLike, refuse
-from skg_jax.stats.means import check_alpha, two_sum
+from skg_jax.stats.means import check_level, two_sum
+from skg_jax.stats.population import check_shapes
 from skg_jax.stats.sums import outward_sum, tree_sum
 
 RULE = "a unit that was read lies within its bounds"
@@ -43,7 +44,12 @@ DEFAULT = WeightedSumConfig()
 
 
 class WeightedSumState(NamedTuple):
-    """floor, cap: the sums of all bounds, rounded outwards. left + carry: weight of the units not read yet."""
+    """units: how many there are. floor, cap: the sums of all bounds, rounded outwards.
+
+    left + carry: weight of the units not read yet.
+    """
+
+    units: Int32[Array, "*batch"]
 
     floor: Float[Array, "*batch"]
     cap: Float[Array, "*batch"]
@@ -69,13 +75,16 @@ def init(
     """A process without draws: its bounds are the sums of the known bounds.
 
     Raises:
-        ValueError: outside of jit, for bounds that are not finite or not in order. Inside they void the state.
+        ValueError: outside of jit, for bounds that are not finite or not in order. Inside they void the state. Inside
+            too, when their shapes differ or are empty.
     """
+    check_shapes("U", lower=lower, upper=upper)
+    lower, upper = jnp.asarray(lower), jnp.asarray(upper)
     fine = (lower <= upper) & jnp.isfinite(lower) & jnp.isfinite(upper)
     bad = refuse(~fine, "a lower bound", lower, "bounds are finite and the lower is not above the upper")
     empty = kw.init(config.betting, dtype)._replace(invalid=bad)
     floor, cap = (outward_sum(jnp.where(fine, b, 0).astype(dtype), way) for b, way in ((lower, -1), (upper, 1)))
-    return WeightedSumState(floor, cap, jnp.ones((), dtype), jnp.zeros((), dtype), empty, empty)
+    return WeightedSumState(jnp.int32(lower.size), floor, cap, jnp.ones((), dtype), jnp.zeros((), dtype), empty, empty)
 
 
 def update(state: WeightedSumState, draw: Draw, config: WeightedSumConfig = DEFAULT) -> tuple[WeightedSumState, Info]:
@@ -88,12 +97,17 @@ def update_batch(
 ) -> tuple[WeightedSumState, Info]:
     """Append n draws in their order.
 
-    A value outside its bounds, NaN, or a weight that is no probability raises ValueError outside of jit; inside it
-    voids the state for good.
+    A value outside its bounds, NaN, a weight that is no probability, and without replacement weights of more than 1 or
+    more draws than units raise ValueError outside of jit; inside they void the state for good. Columns of different
+    lengths raise it inside too.
     """
     x, lower, upper, p, valid = draws
+    check_shapes("n", x=x, lower=lower, upper=upper, p=p, valid=valid if jnp.ndim(valid) else None)
     valid = jnp.broadcast_to(jnp.asarray(valid), x.shape)
     outside = refuse(valid & ~((x >= lower) & (x <= upper)), "a value", x, RULE)
+    if not config.replacement:
+        count = state.above.count + jnp.cumsum(valid, dtype=jnp.int32)
+        outside |= refuse(valid & (count > state.units), "the number of draws", count, "no unit is drawn twice")
     gain, slack = jnp.maximum(x - lower, 0), jnp.maximum(upper - x, 0)  # beyond 0 by a fused rounding at most
     below, _ = _absorb(state.below, gain, p, valid & ~outside, state.left, config)
     above, info = _absorb(state.above, slack, p, valid & ~outside, state.left, config)
@@ -111,7 +125,7 @@ def bound(
     Raises:
         ValueError: outside of jit, for an alpha outside (0, 1). Inside it gives (-inf, inf).
     """
-    check_alpha(alpha)
+    check_level(alpha)
     alpha = jnp.asarray(alpha, state.cap.dtype)
     eta = kw.rounding_guard(state.cap, state.floor, config.betting.guard)
     level = lambda share: jnp.where((alpha > 0) & (alpha < 1), -jnp.log(alpha * share), jnp.nan)

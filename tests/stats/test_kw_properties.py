@@ -318,6 +318,9 @@ def test_planned_draws_certify_when_slack_is_proportional():
         ("betas", ()),
         ("weights", (1.0,)),
         ("guard", -1.0),
+        ("guard", np.nan),
+        ("mass_guard", np.nan),
+        ("guard", np.inf),
         ("log_floor", -200.0),
         ("capacity", 0),
     ],
@@ -325,3 +328,42 @@ def test_planned_draws_certify_when_slack_is_proportional():
 def test_bad_configs_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=field):
         kw.KWConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("p", "left", "words"),
+    [
+        ([0.5, 2.0], 1.0, r"all draws is 2\.5"),
+        ([0.3, 0.3, 0.3, 0.3], 1.0, r"all draws is 1\.2"),
+        ([0.3, 0.3], 0.5, r"all draws is 1\.1"),
+        ([0.5, np.nan], 1.0, "all draws is nan"),
+        ([0.5], np.nan, "p_left is nan"),
+        ([0.5], 1.1, r"p_left is 1\.1"),
+    ],
+)
+def test_draws_of_more_than_the_weight_left_cannot_be(p, left, words):
+    slack, p = jnp.full(len(p), 0.1), jnp.asarray(p, jnp.float32)
+    there = jnp.ones(len(p), bool)
+    with pytest.raises(ValueError, match=rf"{words}.*, but .*\."):
+        kw.observe_wor(slack, p, there, left)
+
+    @jax.jit
+    def after(valid):
+        state, info = kw.update_batch(kw.init(CONFIG), kw.observe_wor(slack, p, valid, left))
+        return kw.upper(state, 3.0, 0.0, 4.6, 1e-4), info.invalid
+
+    assert [float(v) for v in after(there)] == [np.inf, 1]
+    assert [float(v) for v in after(~there)] == [3, 0]  # padding may hold anything
+
+
+def test_more_slack_than_there_is_bounds_nothing():
+    cap = 11.0
+    for known, fine in ((100.0, False), (11.01, False), (11.0005, True), (5.0, True)):
+        state, _ = kw.update(kw.init(CONFIG), kw.observe(0.5, 0.5, 0.0, known))
+        assert np.isfinite(call(kw.upper, state, cap, 0.0, 4.6, 1e-4)) == fine
+        assert np.isfinite(call(kw.lower, state, 0.0, cap, 4.6, 1e-4)) == fine
+        if not fine:
+            for bound in (kw.upper, kw.lower):
+                ends = (cap, 0.0) if bound is kw.upper else (0.0, cap)
+                with pytest.raises(ValueError, match=r"the slack read is .*, but .*\."):
+                    bound(state, *ends, 4.6, 1e-4)

@@ -14,6 +14,7 @@ from skg_jax.stats import sampling, weighted_sum
 from skg_jax.stats.weighted_sum import Draw, WeightedSumConfig
 from tests.stats import oracle
 from tests.stats.oracle import UNITS, population
+from tests.stats.unchecked import unchecked
 
 EXACT = kw.KWConfig(guard=0.0, mass_guard=0.0, capacity=6)
 SMALL = kw.KWConfig(capacity=UNITS)
@@ -141,3 +142,60 @@ def test_bounds_out_of_order_and_levels_that_are_none_are_refused():
         assert [float(v) for v in jax.jit(weighted_sum.bound)(state, jnp.float32(alpha))] == [-np.inf, np.inf]
     with pytest.raises(ValueError, match="lower_share is 2"):
         WeightedSumConfig(lower_share=2.0)
+
+
+WITHOUT = WeightedSumConfig(betting=kw.KWConfig(capacity=16))
+_append = jax.jit(lambda state, draws: weighted_sum.update_batch(state, draws, WITHOUT)[0])
+_interval = jax.jit(lambda state: jnp.stack(weighted_sum.bound(state, 0.05, WITHOUT)))
+
+
+def draws_with(p):
+    n = len(p)
+    return Draw(jnp.full(n, 0.5), jnp.zeros(n), jnp.ones(n), jnp.asarray(p, jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (np.full(12, 2.0), "the number of draws is 9"),
+        (np.full(6, 2.0), "the weight of all draws is 2"),
+        (np.full(8, 0.15), r"the weight of all draws is 1\.05"),  # 1.2 in all
+        (np.full(8, 0.5), r"the weight of all draws is 1\.5"),
+        (np.full(12, 0.01), "the number of draws is 9"),  # of 8 units
+    ],
+)
+def test_more_draws_than_there_can_be_are_refused_and_void_the_sum(p, words):
+    start = weighted_sum.init(WITHOUT, jnp.zeros(8), jnp.ones(8))
+    draws = draws_with(p)
+    halves = [jax.tree.map(lambda v, part=part: v[part], draws._replace(valid=p > 0)) for part in np.s_[:5, 5:]]
+    with pytest.raises(ValueError, match=words + r".*, but .*\."):
+        weighted_sum.update_batch(start, draws, WITHOUT)
+    for state in (_append(start, draws), _append(_append(start, halves[0]), halves[1])):
+        state = _append(state, draws_with([0.01]))  # for good
+        assert state.above.invalid and state.below.invalid
+        assert _interval(state).tolist() == [-np.inf, np.inf]
+        assert [float(v) for v in weighted_sum.bound(state, 0.05, WITHOUT)] == [-np.inf, np.inf]
+
+
+def test_every_unit_once_may_be_drawn_though_weights_sum_with_rounding():
+    p = np.float32(np.random.default_rng(3).random(8) + 0.1)
+    start = weighted_sum.init(WITHOUT, jnp.zeros(8), jnp.ones(8))
+    for scale in (1 - 5e-5, 1, 1 + 5e-5):
+        state, info = weighted_sum.update_batch(start, draws_with(p / p.sum() * scale), WITHOUT)
+        assert not bool(info.invalid)
+        np.testing.assert_allclose(_interval(state), 4, rtol=1e-3)
+
+
+def test_columns_of_other_lengths_are_refused_also_inside_jit():
+    start, draws = weighted_sum.init(WITHOUT, jnp.zeros(8), jnp.ones(8)), draws_with(np.full(5, 0.1))
+    for change in ({"x": jnp.ones(4)}, {"lower": jnp.zeros(1)}, {"p": jnp.ones(6)}, {"valid": jnp.ones(1, bool)}):
+        wrong = draws._replace(**change)
+        for append in (
+            lambda wrong: weighted_sum.update_batch(start, wrong, WITHOUT),
+            lambda wrong: _append(start, wrong),
+        ):
+            with unchecked(), pytest.raises(ValueError, match=r"the shapes are .*, but .*\."):
+                append(wrong)
+    for lower, upper in ((jnp.zeros(1), jnp.ones(8)), (jnp.zeros(0), jnp.ones(0)), (jnp.zeros(()), jnp.ones(()))):
+        with unchecked(), pytest.raises(ValueError, match=r"the shapes are .*, but .*\."):
+            weighted_sum.init(WITHOUT, lower, upper)
