@@ -77,9 +77,9 @@ def draw(
         return jax.vmap(lambda k, law, upper: _independent(jax.random.fold_in(k, part), law, upper, size))(
             key, pop.law, pop.upper
         )
-    at = jnp.minimum(offset[:, None] + jnp.arange(size), order.shape[1] - 1)
-    index = jnp.take_along_axis(order, at, axis=1)
-    return index, weights_at(pop, index)
+    at = offset[:, None] + jnp.arange(size)
+    index = jnp.take_along_axis(order, jnp.minimum(at, order.shape[1] - 1), axis=1)
+    return index, jnp.where(at < order.shape[1], weights_at(pop, index), 0.0)  # past its end there is nothing to draw
 
 
 def weights_at(pop: Population, index: Int[Array, "B n"]) -> Float[Array, "B n"]:

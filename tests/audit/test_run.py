@@ -3,10 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from skg_jax.audit import AuditConfig
+from skg_jax.audit.draws import Population, draw
 from tests.audit import synthetic
 from tests.audit.lies import HONEST, lies
 from tests.audit.oracle import truth
@@ -238,8 +240,8 @@ def test_mean_wealth_at_the_residual_is_one(design, monkeypatch):
             return getattr(original, name)
 
         @staticmethod
-        def KWConfig(capacity: int):
-            return original.KWConfig(capacity=capacity, betas=(0.3, 0.15, 0.05), weights=(0.4, 0.3, 0.3))
+        def KWConfig(capacity: int, grid: int):
+            return original.KWConfig(capacity=capacity, grid=grid, betas=(0.3, 0.15, 0.05), weights=(0.4, 0.3, 0.3))
 
         @staticmethod
         def log_wealth(state, cap, m, eta, config):
@@ -259,3 +261,13 @@ def test_mean_wealth_at_the_residual_is_one(design, monkeypatch):
     assert not mean_is_off()
     if design != "wor":  # whose law does not pass through the integers
         assert mean_is_off(lies(flat=0.2))
+
+
+def test_past_the_end_of_an_order_there_is_nothing_to_draw():
+    weights = jnp.array([[0.1, 0.2, 0.3, 0.4]])
+    none = jnp.zeros((1, 4))
+    pop = Population(none, none, None, weights, jnp.zeros(1, jnp.int32), *[jnp.zeros(1)] * 3)
+    order = jnp.array([[3, 1, 2, 0]])
+    index, law = draw(jax.random.split(jax.random.key(0), 1), pop, order, jnp.int32(1), jnp.array([3]), 3)
+    assert int(index[0, 0]) == 0
+    np.testing.assert_allclose(law[0], [0.1, 0, 0])
