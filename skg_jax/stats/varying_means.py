@@ -25,7 +25,7 @@ from skg_jax.stats.means import (
     Past,
     advance,
     as_interval,
-    check_alpha,
+    check_level,
     design,
     no_moments,
 )
@@ -104,9 +104,9 @@ def bound(
     config: the one given to `init`.
 
     Raises:
-        ValueError: alpha is a Python number outside (0, 1). An array outside gives (0, 1).
+        ValueError: alpha lies outside of (0, 1) and is not traced; a traced one gives (0, 1) there.
     """
-    check_alpha(alpha)
+    check_level(alpha)
     time = state.moments.count.astype(state.variation.dtype)
     total = state.moments.total + state.moments.carry
     levels = jnp.asarray(alpha, state.variation.dtype) * state.plan.share
