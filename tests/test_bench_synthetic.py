@@ -8,7 +8,7 @@ import pytest
 
 from models import decoder, published
 from models.config import ModelConfig
-from skg_jax.bench import cli, steps, synthesis
+from skg_jax.bench import cli, steps, synthesis, synthetic
 
 TOY = ModelConfig(
     architecture="llama", vocab_size=97, embed_dim=48, mlp_dim=64, num_layers=3, num_heads=6, num_kv_heads=2,
@@ -101,3 +101,14 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(toy, capsys, words, se
     assert cli.main(["decode", "--config", "toy", *words]) == 2
     told = capsys.readouterr().err
     assert sentence in told and told.count("\n") == 1
+
+
+def test_the_event_that_is_counted_is_that_of_compiling():
+    """Negative control of "nothing was compiled while steps were timed": a new function is."""
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: seen.append(event))
+    try:
+        jax.jit(lambda x: x * 3 + 1)(np.arange(7.0)).block_until_ready()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert synthetic.COMPILATION in seen

@@ -98,9 +98,7 @@ def test_steps_below_the_crossover_are_reported(shared, run, expected):
     flags = ("--pages", "30%", "--guard.tau", "0.5", "--max-tokens", "40", "--seed", "1", "--dense-below")
     below = expected.prompt_tokens + 5
     code, _, err = run(*TEXT, *flags, str(below))
-    told = (
-        f"Attention was exact in 4 of the 39 steps because their context was below the crossover of {below:,} tokens."
-    )
+    told = f"Attention was exact in 4 of the 39 steps because their context was below {below:,} tokens."
     assert code == 0 and f"crossover:   {told}" in err.splitlines()
     certificate = json.loads(run(*TEXT, *flags, str(below), "--json")[1])["certificate"]
     assert (certificate["short"], certificate["dense_below"]) == (4, below)

@@ -111,7 +111,7 @@ class Certificate:
         """How many steps were exact for their short context, in one sentence; empty if none was."""
         if not self.short:
             return ""
-        where = f"because their context was below the crossover of {self.terms.dense_below:,} tokens"
+        where = f"because their context was below {self.terms.dense_below:,} tokens"
         return f"Attention was exact in {self.short} of the {self.steps} steps {where}."
 
     def quote(self, tau: float | None = None, new_weights: bool = False) -> Certificate:

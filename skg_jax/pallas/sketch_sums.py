@@ -68,7 +68,7 @@ class Sums:
           centre: of the exponents of each column. reach: how far off all tokens of a column may be, if `add` was not
             told.
         """
-        # Else the compiler keeps a dozen numbers through the whole unit, and spills.
+        # Else the compiler keeps a dozen numbers through the whole unit, and spills more of them.
         self.warp.read_lane()
         self.first_copy = (self.warp.lane & 3) < 2
         logs = {name: self._over_lanes(sums) for name, sums in self.by_name.items()}

@@ -35,7 +35,7 @@ def test_steps_below_the_crossover_are_counted_apart_and_weaken_nothing():
     below, at = EXACT._replace(position=100), EXACT._replace(position=101)  # 101 and 102 tokens with their own
     got = _claim(below, at, STEP._replace(position=102), terms=terms)
     assert (got.scope, got.reason, got.fallback, got.short, got.accepted) == ("request", "", 2, 1, 1)
-    sentence = "Attention was exact in 1 of the 3 steps because their context was below the crossover of 102 tokens."
+    sentence = "Attention was exact in 1 of the 3 steps because their context was below 102 tokens."
     assert str(got) == f"{got.statement} {sentence}" and "every one of the 3 steps" in got.statement
     record = got.to_json()
     assert (record["short"], record["dense_below"]) == (1, 102)
