@@ -12,6 +12,7 @@ norm; and what it may be off in any case. The first error is made of (u = 2**-24
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,13 +26,27 @@ _LOG2E = math.log2(math.e)
 _SMALLEST, _LARGEST = 27, 227  # biased exponents that are scaled to [1/8, 1/4); others end as 0 or as no bound
 
 
-def prepare_column(warp: Warp, unit: UnitShape, dtype, column: Value) -> None:
-    """One warp, one column.
+class Column(NamedTuple):
+    """A column to be made."""
 
-    The warp's memory holds `raw`, the query of the column, and room for `query` and `columns` (`score_unit`).
+    number: Value
+    raw: Value  # where its query starts: bytes
+    query: Value  # where the fragments of its head start
+    columns: Value  # where the numbers of its head start
+
+
+def prepare_columns(warp: Warp, unit: UnitShape, dtype, columns: list[Column]) -> None:
+    """One warp, some columns. Those of a doubled group are written twice.
+
+    The warp's memory holds `raw`, the queries, and room for `query` and `columns` (`score_unit`).
     """
-    x = _channels(warp, unit, dtype)
-    used = (column & 3 if unit.doubled else column) < unit.group
+    channels = [_channels(warp, unit, dtype, column.raw) for column in columns]  # all on their way at once
+    for column, x in zip(columns, channels, strict=True):
+        _prepare_column(warp, unit, dtype, column, x)
+
+
+def _prepare_column(warp: Warp, unit: UnitShape, dtype, column: Column, x: list[Value]) -> None:
+    used = column.number < unit.group
     x = [warp.select(used, value, warp.number(0.0)) for value in x]
     largest = warp.number(0.0)
     for value in x:
@@ -41,21 +56,34 @@ def prepare_column(warp: Warp, unit: UnitShape, dtype, column: Value) -> None:
     exponent = warp.select(exponent < _LARGEST, exponent, warp.word(_LARGEST))
     down, up = warp.as_float((warp.word(251) - exponent) << 23), warp.as_float((exponent + 3) << 23)
     x = [value * down for value in x]
-    first = warp.lane * len(x)
-    at = (first >> 5) * 512 + column * 64 + ((first >> 3) & 3) * 16 + (first & 7) * 2
-    warp.store("query", at, [warp.pack_halves(*x[i : i + 2]) for i in range(0, len(x), 2)])
     square = warp.number(0.0)
     for value in x:
         square = warp.fma(value, value, square)
     norm = warp.sqrt(_over_lanes(warp, square, lambda a, b: a + b))
-    numbers = _numbers(norm, up, unit.head_dim, dtype)
-    warp.store("columns", column * 16 + (warp.lane & 0), [warp.as_word(n) for n in numbers])
+    numbers = [warp.as_word(n) for n in _numbers(norm, up, unit.head_dim, dtype)]
+    words = [warp.pack_halves(*x[i : i + 2]) for i in range(0, len(x), 2)]
+    for copy in (0, COLUMNS // 2) if unit.doubled else (0,):
+        number = column.number + copy
+        for i, word in enumerate(words):
+            at = _word_of(warp.lane * (len(x) // 2) + i)
+            warp.store("query", column.query + number * 64 + at, [word])
+        warp.store("columns", column.columns + number * 16 + (warp.lane & 0), numbers)
 
 
-def _channels(warp: Warp, unit: UnitShape, dtype) -> list[Value]:
+def _word_of(pair):
+    """Byte of a pair of channels in the fragments of a column.
+
+    The four words of a lane stand in the order 0, 2, 1, 3: as a matrix of rows the first half of the channels of a
+    chunk then lies in rows 0 to 7 and the second in rows 8 to 15.
+    """
+    word = ((pair & 1) << 1) | ((pair >> 1) & 1)
+    return (pair >> 4) * 512 + ((pair >> 2) & 3) * 16 + word * 4
+
+
+def _channels(warp: Warp, unit: UnitShape, dtype, offset: Value) -> list[Value]:
     """Consecutive channels of each lane."""
     count, size = unit.head_dim // LANES, jnp.dtype(dtype).itemsize
-    words = warp.load("raw", warp.lane * (count * size), count * size // 4)
+    words = warp.load("raw", offset + warp.lane * (count * size), count * size // 4)
     if dtype == jnp.float32:
         return [warp.as_float(word) for word in words]
     if dtype == jnp.float16:
@@ -96,6 +124,7 @@ def operands(
     padded = padded * power(251 - exponent)[..., None]
     numbers = _numbers(jnp.linalg.norm(padded, axis=-1), power(exponent + 3), dim, q.dtype)
     twice = lambda x: jnp.concatenate([x, x], axis=-2) if unit.doubled else x
-    fragments = twice(padded).astype(jnp.float16).reshape(*lead, COLUMNS, unit.chunks, 4, 8)
+    fragments = twice(padded).astype(jnp.float16).reshape(*lead, COLUMNS, unit.chunks, 4, 2, 2, 2)
+    fragments = fragments.swapaxes(-3, -2)  # words 0, 2, 1, 3, see `_word_of`
     columns = twice(jnp.stack(numbers, axis=-1))
-    return jnp.moveaxis(fragments, -4, -3).reshape(*lead, -1), columns.reshape(*lead, -1)
+    return jnp.moveaxis(fragments, -6, -5).reshape(*lead, -1), columns.reshape(*lead, -1)

@@ -129,7 +129,7 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
     per = (steps + (plan.splits - 1)) // plan.splits
     first = split * per
     tasks = jnp.maximum(jnp.minimum(first + per, steps) - first, 0) * plan.chunks
-    block_of = lambda task: (first + task // plan.chunks) * plan.blocks_of_stage
+    block_of = lambda task: (first + _divided(task, plan.chunks)[0]) * plan.blocks_of_stage
     logical = lambda task: [jnp.minimum(block_of(task) + j, last) for j in range(plan.blocks_of_stage)]
 
     @pl.when(warpgroup == groups)
@@ -145,14 +145,14 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
                 records = lambda task: tuple(offset + table_gmem[row, block] for block in logical(task))
 
                 def step(task, current):
-                    slot = lax.rem(task, plan.stages)
+                    slot, chunk = (_divided(task, by)[1] for by in (plan.stages, plan.chunks))
                     following = records(task + 1)
 
                     @pl.when(task >= plan.stages)
                     def _():
                         plgpu.barrier_wait(free.at[slot])
 
-                    _copy(plan, pools, smem, current, heads * plan.chunks + task % plan.chunks, slot, ready)
+                    _copy(plan, pools, smem, current, heads * plan.chunks + chunk, slot, ready)
                     return following
 
                 lax.fori_loop(0, tasks, step, records(0))
@@ -187,22 +187,33 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
         lax.fori_loop(0, jnp.maximum(past + (plan.splits * groups - 1), 0) // (plan.splits * groups), fill, ())
         plgpu.barrier_wait(query_ready)
 
-        def step(turn, _):
+        def known(turn):
+            flags = [known_gmem[row, block] << j for j, block in enumerate(logical(turn * groups + warpgroup))]
+            return sum(flags[1:], flags[0])
+
+        def step(turn, flags):
             task = turn * groups + warpgroup
-            slot = lax.rem(task, plan.stages)
-            flags = [known_gmem[row, block] << j for j, block in enumerate(logical(task))]
+            slot, chunk = (_divided(task, by)[1] for by in (plan.stages, plan.chunks))
+            following = known(turn + 1)  # asked for one turn ahead: nobody waits for it
             plgpu.barrier_wait(ready.at[slot])
-            local_head = task % plan.chunks * plan.heads_of_stage
-            place = Place(head0 + local_head, local_head, block_of(task), count, sum(flags[1:], flags[0]))
+            local_head = chunk * plan.heads_of_stage
+            place = Place(head0 + local_head, local_head, block_of(task), count, flags)
             if emulated:
                 sketch_stage.emulate_stage(plan, smem, slot, outs, place)
+                plgpu.commit_smem()  # the interpreter knows no arrival of single threads
             else:
                 sketch_stage.score_stage(plan, smem, slot, outs, place)
-            plgpu.commit_smem()  # these reads come before the next copy into the slot
-            plgpu.barrier_arrive(free.at[slot])
-            return ()
+            plgpu.barrier_arrive(free.at[slot])  # on a GPU by every thread, when its own reads are over
+            return following
 
-        lax.fori_loop(0, (tasks - warpgroup + (groups - 1)) // groups, step, ())
+        lax.fori_loop(0, (tasks - warpgroup + (groups - 1)) // groups, step, known(0))
+
+
+def _divided(x, by: int):
+    """Quotient and remainder of a number that is not negative: the signed ones of Python take ten instructions."""
+    if by & (by - 1) == 0:
+        return lax.shift_right_logical(x, jnp.int32(by.bit_length() - 1)), x & (by - 1)
+    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
 
 
 def _copy(plan: Plan, pools, smem, records, chunk, slot, ready) -> None:

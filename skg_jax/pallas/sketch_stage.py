@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxtyping import Array, Float, UInt32
 
 from skg_jax.pallas.sketch_plan import NORMS, WARPS, Plan
-from skg_jax.pallas.sketch_query import operands, prepare_column
+from skg_jax.pallas.sketch_query import Column, operands, prepare_columns
 from skg_jax.pallas.sketch_sums import Results
 from skg_jax.pallas.sketch_unit import COLUMNS, LANES, UnitShape, score_unit
 from skg_jax.pallas.warp import ArrayWarp, GpuWarp, Register
@@ -68,26 +68,21 @@ def _emit_queries(ctx, q_gmem, query_smem, columns_smem, *, plan: Plan, dtype) -
     unit, size = plan.unit, jnp.dtype(dtype).itemsize
     pointers = {"raw": q_gmem, "query": query_smem, "columns": columns_smem}
     pointers = {name: utils.memref_ptr(ref) for name, ref in pointers.items()}
-    warps, columns = WARPS * plan.config.groups, plan.heads * COLUMNS
+    of_head = COLUMNS // 2 if unit.doubled else COLUMNS
+    warps, columns, mine = WARPS * plan.config.groups, plan.heads * of_head, []
     for first in range(0, columns, warps):
-        number = Register(utils.warp_idx()) + first
-        number = _at_most(number, columns - 1)  # warps too many do the last one again
-        head, column = number >> 3, number & (COLUMNS - 1)
-        query = _at_most(column & 3 if unit.doubled else column, unit.group - 1)
-        offsets = {
-            "raw": (head * unit.group + query) * (unit.head_dim * size),
-            "query": head * (LANES * COLUMNS * 2 * unit.chunks),
-            "columns": head * (COLUMNS * 4 * 4),
-        }
-        memory = {name: _advance(pointers[name], offset) for name, offset in offsets.items()}
-        prepare_column(GpuWarp(memory), unit, dtype, column)
+        number = _at_most(_warp() + first, columns - 1)  # warps too many do the last one again
+        head, column = number >> _log2(of_head), number & (of_head - 1)
+        raw = (head * unit.group + _at_most(column, unit.group - 1)) * (unit.head_dim * size)
+        mine.append(Column(column, raw, head * (LANES * COLUMNS * 2 * unit.chunks), head * (COLUMNS * 4 * 4)))
+    prepare_columns(GpuWarp(pointers), unit, dtype, mine)
 
 
 def _emit_stage(ctx, *args, plan: Plan) -> None:
     names = ["query", "columns", *plan.fields, *_outputs(plan)]
     pointers = {name: utils.memref_ptr(ref) for name, ref in zip(names, args, strict=False)}
     place = Place(*[Register(_scalar(x)) for x in args[len(names) :]])
-    warp = Register(arith.remui(utils.warp_idx(), _i32(WARPS)))  # a stage has as many units
+    warp = _warp() & (WARPS - 1)  # a stage has as many units
     j, h = warp >> _log2(plan.heads_of_stage), warp & (plan.heads_of_stage - 1)
     offsets = _unit_offsets(plan, j, h, place.local_head)
     memory = {name: _advance(pointers[name], offset) for name, offset in offsets.items()}
@@ -109,25 +104,28 @@ def _store(plan: Plan, results: Results, pointers, j: Register, h: Register, pla
     block = place.block + j
     page = block * plan.unit.pages + results.page
     known = (((place.known >> j) & 1) ^ 1) < 1
-    for name, found in results.values.items():
-        mine = results.mine[name] & (block < place.count)
-        value = arith.select(known.value, found.value, _f32(UNKNOWN[name]))
-        output, at = _slot(plan, name, place.head + h, results.column, page)
-        with ir.InsertionPoint(scf.IfOp(mine.value, [], has_else=False).then_block):
-            llvm.store(value, _advance(pointers[output], at), alignment=4)
-            scf.yield_([])
+    for out in results.outputs:
+        mine = out.mine & (block < place.count)
+        value = arith.select(known.value, out.value.value, out.unknown.value)
+        name, at = _slot(plan, out.side, place.head + h, results.member, page)
+        _store_where(mine, _advance(pointers[name], at), value)
+
+
+def _store_where(condition: Register, pointer: ir.Value, value: ir.Value) -> None:
+    """Into global memory, without a branch."""
+    address = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+    utils.inline_ptx("st.global.f32 [$0], $1;", address, value, predicate=condition.value, has_side_effects=True)
 
 
 def _outputs(plan: Plan) -> list[str]:
     return ["estimate", "bounds"] if plan.bounded else ["estimate"]
 
 
-def _slot(plan: Plan, name: str, head: Register, member: Register, page: Register) -> tuple[str, Register]:
+def _slot(plan: Plan, side: Register | None, head: Register, member: Register, page: Register) -> tuple[str, Register]:
     """The output that holds a number, and at which byte."""
-    if name == "estimate":
+    if side is None:
         return "estimate", ((head * plan.unit.group + member) * plan.pages + page) * 4
-    row = head * (2 * plan.unit.group) + member + _SIDES[name] * plan.unit.group
-    return "bounds", (row * plan.pages + page) * 4
+    return "bounds", (((head * 2 + side) * plan.unit.group + member) * plan.pages + page) * 4
 
 
 def _emit_fill(ctx, *args, plan: Plan) -> None:
@@ -140,10 +138,16 @@ def _emit_fill(ctx, *args, plan: Plan) -> None:
         row, page = number >> _log2(pages), block * pages + (number & (pages - 1))
         local, member = _divided(row, plan.unit.group)
         with ir.InsertionPoint(scf.IfOp((row < rows).value, [], has_else=False).then_block):
-            for name in ("estimate", *_SIDES) if plan.bounded else ("estimate",):
-                output, at = _slot(plan, name, head + local, member, page)
-                llvm.store(_f32(UNKNOWN[name]), _advance(pointers[output], at), alignment=4)
+            for name, number in UNKNOWN.items() if plan.bounded else [("estimate", UNKNOWN["estimate"])]:
+                side = None if name == "estimate" else Register(_i32(_SIDES[name]))
+                output, at = _slot(plan, side, head + local, member, page)
+                llvm.store(_f32(number), _advance(pointers[output], at), alignment=4)
             scf.yield_([])
+
+
+def _warp() -> Register:
+    """Number of the warp in its thread block. Not broadcast over the warp: that takes longer than it saves."""
+    return Register(utils.warp_idx(sync=False))
 
 
 def _scalar(x) -> ir.Value:
@@ -189,7 +193,7 @@ def emulate_stage(plan: Plan, smem, slot, outs, place: Place) -> None:
         x = smem[name][slot]
         memory[name] = words(x[:, : NORMS * heads] if name == "norms" else x, blocks, heads)
     results = score_unit(ArrayWarp(memory), plan.unit)
-    tiles = {name: gathered(results, name, plan.unit, (blocks, heads)) for name in results.values}
+    tiles = gathered(results, plan.unit, (blocks, heads))
     for j in range(blocks):
 
         @pl.when(place.block + j < place.count)
@@ -221,8 +225,12 @@ def words(x: jax.Array, *lead: int) -> UInt32[Array, "*lead n"]:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def gathered(results: Results, name: str, unit: UnitShape, lead: tuple[int, ...]) -> Float[Array, "*lead G pages"]:
-    """Where the lanes of some warps would have stored their numbers; NaN where none has."""
-    column = jnp.where(results.mine[name], results.column, unit.group)  # dropped
-    value = jnp.broadcast_to(results.values[name], (*lead, LANES))
-    return jnp.full((*lead, unit.group, unit.pages), jnp.nan).at[..., column, results.page].set(value, mode="drop")
+def gathered(results: Results, unit: UnitShape, lead: tuple[int, ...]) -> dict[str, Float[Array, "*lead G pages"]]:
+    """What the lanes of some warps would have stored, by the names of `UNKNOWN`; NaN where none has."""
+    blank = jnp.full((3, *lead, unit.group, unit.pages), jnp.nan)
+    for out in results.outputs:
+        row = jnp.zeros(LANES, jnp.int32) if out.side is None else 1 + out.side.astype(jnp.int32)
+        column = jnp.where(out.mine, results.member, unit.group)  # dropped
+        value = jnp.moveaxis(jnp.broadcast_to(out.value, (*lead, LANES)), -1, 0)
+        blank = blank.at[row, ..., column, results.page].set(value, mode="drop")
+    return dict(zip(UNKNOWN, blank[: 3 if len(results.outputs) > 1 else 1], strict=False))

@@ -17,12 +17,20 @@ FLOOR = 2.0**-119
 _LN2 = math.log(2.0)
 
 
+class Output(NamedTuple):
+    """A number of every lane, for one store."""
+
+    value: Value
+    unknown: Value  # what takes its place where nothing is known
+    side: Value | None  # of the bounds: 0 lower, 1 upper; None: the estimate
+    mine: Value  # whether this lane is the one to write it
+
+
 class Results(NamedTuple):
     """Natural logarithms of one lane, and where they belong."""
 
-    values: dict[str, Value]  # estimate, lower, upper
-    mine: dict[str, Value]  # whether this lane is the one to write it
-    column: Value
+    outputs: list[Output]
+    member: Value  # query head of the group
     page: Value
 
 
@@ -61,28 +69,41 @@ class Sums:
             at, term = page + self.pages * (i % 2), self.warp.exp2(x)
             sums[at] = term if sums[at] is None else sums[at] + term
 
-    def results(self, centre: list[Value], reach: list[Value] | None) -> Results:
+    @property
+    def column(self) -> Value:
+        """The column whose sums this lane will have in the end."""
+        return (self.warp.lane & 3) * 2 + self.own([self.warp.word(0), self.warp.word(1)])
+
+    def own(self, pair: list[Value]) -> Value:
+        """Of numbers of both columns of the lane, that one's."""
+        return self.warp.select(((self.warp.lane >> 2) & self.pages) < 1, *pair)
+
+    def results(self, centre: Value, reach: list[Value] | None) -> Results:
         """Logarithms of all pages.
 
         Args:
-          centre: of the exponents of each column. reach: how far off all tokens of a column may be, if `add` was not
-            told.
+          centre: of the exponents of the lane's `column`. reach: how far off all tokens of both columns may be, if
+            `add` was not told.
         """
-        # Else the compiler keeps a dozen numbers through the whole unit, and spills more of them.
-        self.warp.read_lane()
-        self.first_copy = (self.warp.lane & 3) < 2
-        logs = {name: self._over_lanes(sums) for name, sums in self.by_name.items()}
+        warp, g = self.warp, self.warp.lane >> 2
+        totals = {name: self._over_lanes(sums) for name, sums in self.by_name.items()}
         if self.doubled:
-            logs["estimate"] = logs["estimate"] + self.warp.exchange(logs["estimate"], 2)
-        ends = _Ends(self.warp, self._own_column(centre))
-        values = {"estimate": ends.estimate(logs["estimate"])}
-        if reach is not None:
-            logs["both"] = logs["estimate"]
-        if len(logs) > 1:
-            far = self.warp.number(0.0) if reach is None else self._own_column(reach)
-            values["lower"] = ends.lower(logs["both" if "both" in logs else "lower"], far)
-            values["upper"] = ends.upper(logs["both" if "both" in logs else "upper"], far)
-        return self._place(values)
+            totals["estimate"] = totals["estimate"] + warp.exchange(totals["estimate"], 2)
+        ends = _Ends(warp, centre, warp.number(0.0) if reach is None else self.own(reach))
+        member = self.column & 3 if self.doubled else self.column
+        inside = (g < 2 * self.pages) & (member < self.group)
+        first = inside & self.first_copy if self.doubled else inside
+        outputs = [Output(ends.estimate(totals["estimate"]), warp.number(-math.inf), None, first)]
+        if reach is not None or len(totals) > 1:
+            outputs += [Output(*ends.bound(total, sign), inside) for total, sign in self._bounds(totals)]
+        return Results(outputs, member, g & (self.pages - 1))
+
+    def _bounds(self, totals: dict[str, Value]) -> list[tuple[Value, Value]]:
+        """What bounds are made of, and their signs: -1 lower, 1 upper."""
+        sides = [("both", self.sign)]
+        if not self.doubled:
+            sides = [("lower", self.warp.number(-1.0)), ("upper", self.warp.number(1.0))]
+        return [(totals.get(name, totals["estimate"]), sign) for name, sign in sides]
 
     def _over_lanes(self, sums: list[Value]) -> Value:
         """Add over the lanes with one t: of n sums, lane 4 g + t ends with number g % n.
@@ -99,29 +120,14 @@ class Sums:
             sums = [warp.select(low, a, b) + warp.exchange(warp.select(low, b, a), bit) for a, b in pairs]
         return sums[0]
 
-    def _own_column(self, pair: list[Value]) -> Value:
-        """Of numbers of both columns, the one that `_over_lanes` leaves with this lane."""
-        return self.warp.select(((self.warp.lane >> 2) & self.pages) < 1, *pair)
-
-    def _place(self, values: dict[str, Value]) -> Results:
-        lane = self.warp.lane
-        g, t = lane >> 2, lane & (1 if self.doubled else 3)
-        column = t * 2 + self._own_column([lane & 0, (lane & 0) + 1])
-        inside = (g < 2 * self.pages) & (column < self.group)
-        first, second = inside, inside
-        if self.doubled:
-            first, second = inside & self.first_copy, inside & (((lane & 2) ^ 2) < 1)
-        mine = {name: second if name == "lower" else first for name in values}
-        return Results(values, mine, column, g & (self.pages - 1))
-
 
 class _Ends:
     """From sums of powers of two to natural logarithms, rounded outward; what is no number ends as no bound."""
 
-    def __init__(self, warp: Warp, centre: Value):
+    def __init__(self, warp: Warp, centre: Value, far: Value):
         self.warp, self.centre = warp, centre
         size = warp.select(centre < 0.0, centre * -1.0, centre)
-        self.pad = warp.fma(size, warp.number(2.0**-21), warp.number(2.0**-13))
+        self.reach = far + warp.fma(size, warp.number(2.0**-21), warp.number(2.0**-13))
 
     def _cut(self, total: Value) -> Value:
         big = self.warp.number(BIG)
@@ -131,10 +137,14 @@ class _Ends:
         log = (self.warp.log2(self._cut(total) + 2.0**-126) + self.centre) * _LN2
         return self.warp.select(log < BIG, log, self.warp.number(-math.inf))
 
-    def lower(self, total: Value, far: Value) -> Value:
-        log = (self.warp.log2(self._cut(total)) + self.centre - far - self.pad) * _LN2
-        return self.warp.select(log < BIG, log, self.warp.number(-math.inf))
-
-    def upper(self, total: Value, far: Value) -> Value:
-        log = (self.warp.log2(total + FLOOR) + self.centre + far + self.pad) * _LN2
-        return self.warp.select(self.warp.number(-BIG) < log, log, self.warp.number(math.inf))
+    def bound(self, total: Value, sign: Value) -> tuple[Value, Value, Value]:
+        """Lower where the sign is -1, upper where it is 1; what stands for none; 0 or 1."""
+        warp, upper = self.warp, self.warp.number(0.0) < sign
+        total = warp.select(upper, total + FLOOR, self._cut(total))
+        log = (warp.log2(total) + warp.fma(sign, self.reach, self.centre)) * _LN2
+        none = sign * math.inf
+        return (
+            warp.select(warp.number(-BIG) < sign * log, log, none),
+            none,
+            warp.select(upper, warp.word(1), warp.word(0)),
+        )

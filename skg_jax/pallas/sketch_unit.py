@@ -18,11 +18,12 @@ scaled by a power of two to a largest channel in [1/8, 1/4): products with float
     w                     2**-11 of every product, or 2**-25 if subnormal: 7.5 * 2**-11 A + 7.5 * 2**-25 H in the
                           logit; the sums of |w| that stand for A are below it by no more than 2**-11 A + 2**-25 H
     chain of the codes    partial sums are below 22.5 A: 18 * 2 u * 8 * 22.5 A = 0.80 * 2**-11 A at H = 128
-    chain of sum w        18 * 2 u * 8 * 7.5 A = 0.27 * 2**-11 A; that of q.step, times 7.5, the same
+    chain of sum w        18 * 2 u * 8 * 7.5 A = 0.27 * 2**-11 A; that of q.step, times 7.5, no more
     together              8.84 * 2**-11 A: GRID = 9.25 * 2**-11. For the bound of a group, A <= sqrt(H) |q o step|
-    chain of q.low        18 * 2 u * H/16 of |q| |low|, and what a query in float32 loses as float16, 2**-11 |q| |k^|:
-                          times `norm` of the record, in the slack of `sketch_query`, with the float32 error of the
-                          stored norms and of the exact logit that a reader of the page will compute
+    chain of q.low        two halves: 18 * 2 u * H/32 of |q| |low| in each, and 3 roundings of their sums, u each: below
+                          18 * 2 u * H/16. With what a query in float32 loses as float16, 2**-11 |q| |k^|: times `norm`
+                          of the record, in the slack of `sketch_query`, with the float32 error of the stored norms and
+                          of the exact logit that a reader of the page will compute
     float32               x and its scale: 2**-23 of a logit; exp2 2**-22, 6 additions, log2 2**-22 of at most 128:
                           together below 2**-13 + 2**-21 |centre|, in units of log2 (`sketch_sums`)
 """
@@ -79,7 +80,6 @@ class _Columns(NamedTuple):
     scale: list[Value]  # of a logit
     norm: list[Value]  # |q|, scaled
     slack: list[Value]  # of the logit, rounding outside of the grid
-    centre: list[Value]  # of the grid, scaled
 
 
 class _Grid(NamedTuple):
@@ -92,14 +92,15 @@ class _Grid(NamedTuple):
 def score_unit(warp: Warp, shape: UnitShape) -> Results:
     """Log-masses of the pages of one unit.
 
-    The warp's memory holds `query` (float16 fragments: 16 bytes for each lane and 32 channels), `columns` (float32
-    [8, 4]: scale, norm, slack for each norm of the record, slack), and the record: `codes`, `low`, `step`, `norms` and,
-    for token bounds, `residual`.
+    The warp's memory holds `query` (float16 fragments: 16 bytes for each lane and 32 channels, their words in the order
+    0, 2, 1, 3), `columns` (float32 [8, 4]: scale, norm, slack for each norm of the record, slack), and the record:
+    `codes`, `low`, `step`, `norms` and, for token bounds, `residual`.
     """
-    query, low, step = _operands(warp, shape)
+    query = [warp.load("query", warp.lane * 16, 4, then=512 * j) for j in range(shape.chunks)]
+    centre = _centre(warp, shape, query)
     rho, norm = (warp.as_float(x) for x in warp.load("norms", warp.lane & 0, 2))
-    columns = _columns(warp, shape, query, low, step, norm)
-    weights = [[warp.mul_halves(*x) for x in zip(*pair, strict=True)] for pair in zip(query, step, strict=True)]
+    columns = _columns(warp, norm)
+    weights = _weights(warp, query)
     grid = _grid(warp, shape, weights)
     reach = _Reach(warp, shape, columns, grid, rho)
     scale = [x * _CODE_SCALE for x in columns.scale]
@@ -109,25 +110,38 @@ def score_unit(warp: Warp, shape: UnitShape) -> Results:
         for tile, acc in zip(tiles, _tiles(warp, shape, weights, grid.start, tiles), strict=True):
             page = tile * TILE // shape.page_size
             sums.add(page, [x * scale[i % 2] for i, x in enumerate(acc)], reach.of_tile(tile))
-    return sums.results(columns.centre, reach.of_unit())
+    centre = warp.shuffle(centre, sums.column << 2) * sums.own(columns.scale)
+    return sums.results(centre, reach.of_unit())
 
 
-def _operands(warp: Warp, shape: UnitShape):
-    """Query fragments, low and step of the channels of each lane: [chunk][word]."""
+def _centre(warp: Warp, shape: UnitShape, query) -> Value:
+    """q.low + 7.5 q.step for the query of row g of the lane.
+
+    Queries are rows: the first half of the channels of a chunk in rows 0-7, the second in rows 8-15. Columns 0 and 4
+    are the first halves of low, 1 and 5 the second, 2, 3, 6, 7 those of step. What is wanted of the products lies in
+    the lane's first and last number; the other two join halves that do not belong together.
+    """
+    g, t = warp.lane >> 2, warp.lane & 3
+    own = t * 16 + (g & 1) * 8
+    halves = [warp.load_either((g & 2) < 1, "low", "step", own, 2, then=64 * j) for j in range(shape.chunks)]
+    out = _chain(warp, query, halves)
+    own = (out[0] + out[3]) * warp.select((t & 1) < 1, warp.number(1.0), warp.number(7.5))
+    return own + warp.exchange(own, 1)
+
+
+def _columns(warp: Warp, norm) -> _Columns:
     t = warp.lane & 3
-    chunks = range(shape.chunks)
-    query = [warp.load("query", warp.lane * 16 + 512 * j, 4) for j in chunks]
-    return query, *([warp.load(name, t * 16 + 64 * j, 4) for j in chunks] for name in ("low", "step"))
-
-
-def _columns(warp: Warp, shape: UnitShape, query, low, step, norm) -> _Columns:
-    t = warp.lane & 3
-    both = [[warp.as_float(x) for x in warp.load("columns", t * 32 + 16 * i, 4)] for i in range(2)]
+    both = [[warp.as_float(x) for x in warp.load("columns", t * 32, 4, then=16 * i)] for i in range(2)]
     scale, norm_q, per_norm, least = ([own[k] for own in both] for k in range(4))
-    rows = [[low[j][a], step[j][a], low[j][b], step[j][b]] for j in range(shape.chunks) for a, b in _PAIRS]
-    inner = _chain(warp, rows, _by_pairs(query))  # q.low in rows 0-7, q.step in rows 8-15
-    centre = [warp.fma(inner[2 + i], warp.number(7.5), inner[i]) * scale[i] for i in range(2)]
-    return _Columns(scale, norm_q, [warp.fma(per_norm[i], norm, least[i]) for i in range(2)], centre)
+    return _Columns(scale, norm_q, [warp.fma(per_norm[i], norm, least[i]) for i in range(2)])
+
+
+def _weights(warp: Warp, query):
+    """q o step of the channels of each lane: [chunk][word]."""
+    t = warp.lane & 3
+    steps = [warp.load("step", t * 16, 4, then=64 * j) for j in range(len(query))]
+    in_order = [[words[i] for i in (0, 2, 1, 3)] for words in query]
+    return [[warp.mul_halves(*x) for x in zip(*pair, strict=True)] for pair in zip(in_order, steps, strict=True)]
 
 
 def _by_pairs(words):
@@ -139,26 +153,31 @@ def _chain(warp: Warp, rows, columns):
 
 
 def _grid(warp: Warp, shape: UnitShape, weights) -> _Grid:
-    t, g = warp.lane & 3, warp.lane >> 2
-    columns, centre = _by_pairs(weights), warp.word(_CENTRE)
-    absolute = lambda mask: [[x & mask for x in pair] for pair in columns]
-    everywhere = warp.word(0x7FFF7FFF)
-    constant = [[centre] * 4] * len(columns)
+    t, centre = warp.lane & 3, warp.word(_CENTRE)
     if shape.bound == "group":  # w w^T has the squares on its diagonal
-        rows = [[a, centre, b, centre] for a, b in columns]
-        out = _chain(warp, rows, columns)
+        columns = _by_pairs(weights)
+        out = _chain(warp, [[a, centre, b, centre] for a, b in columns], columns)
         square = [warp.shuffle(out[i], t * 9 + 4 * i) for i in range(2)]
         return _Grid(out[2:], [warp.sqrt(x) for x in square])
-    if shape.bound == "none" or not shape.doubled:
-        start = _chain(warp, constant, columns)[:2]
-        size = [] if shape.bound == "none" else _chain(warp, constant, absolute(everywhere))[:2]
-    else:  # the second copy of the group gives the sum of magnitudes
-        mask = warp.select(g < 4, warp.word(0xFFFFFFFF), everywhere)
-        own = _chain(warp, constant, absolute(mask))[:2]
-        other = [warp.exchange(x, 2) for x in own]
-        first = lambda a, b: [warp.select(t < 2, *pair) for pair in zip(a, b, strict=True)]
-        start, size = first(own, other), first(other, own)
+    of_columns = lambda total, first: [warp.shuffle(total, first + 4 * i) for i in range(2)]
+    everywhere = warp.word(0x7FFF7FFF)
+    if shape.bound == "none":
+        return _Grid(of_columns(_sum_of_rows(warp, weights, None), t * 8), [])
+    if shape.doubled:  # the second copy of the group gives the sum of magnitudes
+        total = _sum_of_rows(warp, weights, warp.select(warp.lane < 16, warp.word(0xFFFFFFFF), everywhere))
+        start, size = (of_columns(total, (t & 1) * 8 + copy) for copy in (0, 16))
+    else:
+        start = of_columns(_sum_of_rows(warp, weights, None), t * 8)
+        size = of_columns(_sum_of_rows(warp, weights, everywhere), t * 8)
     return _Grid(start, [x * (-_CODE_SCALE / 7.5) for x in size])
+
+
+def _sum_of_rows(warp: Warp, weights, mask) -> Value:
+    """-7.5 times the sum over the channels of the weights of row g of the lane, of which a mask is applied first."""
+    masked = lambda x: x if mask is None else x & mask
+    rows = [[masked(chunk[i]) for i in (0, 2, 1, 3)] for chunk in weights]
+    out = _chain(warp, rows, [[warp.word(_CENTRE)] * 2] * len(rows))
+    return out[0] + out[2]
 
 
 def _tiles(warp: Warp, shape: UnitShape, weights, start, tiles):
@@ -185,7 +204,7 @@ def _token_words(warp: Warp, shape: UnitShape, tile: int, row: int):
     g, t = warp.lane >> 2, warp.lane & 3
     width = shape.head_dim // 2  # bytes of a token
     token = g * 2 + ((g & 1) ^ row)
-    return warp.load("codes", token * width + t * (width // 4) + TILE * tile * width, shape.chunks)
+    return warp.load("codes", token * width + t * (width // 4), shape.chunks, then=TILE * tile * width)
 
 
 def _nibbles(warp: Warp, word):
@@ -213,7 +232,7 @@ class _Reach:
         if self.shape.bound != "token":
             return None
         g = self.warp.lane >> 2
-        pair = self.warp.load("residual", g * 4 + 2 * TILE * tile, 1)[0]
+        pair = self.warp.load("residual", g * 4, 1, then=2 * TILE * tile)[0]
         rows = self.warp.halves(self.warp.rotate(pair, (g & 1) * 16))
         by_norm = lambda i: self.warp.fma(self.columns.norm[i % 2], rows[i // 2], self.slack[i % 2])
         return [self.warp.min(by_norm(i), self.box[i % 2]) for i in range(4)]

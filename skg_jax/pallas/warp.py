@@ -30,10 +30,6 @@ class Warp(Protocol):
     lane: Value
     """Number of the lane, 0..31."""
 
-    def read_lane(self) -> None:
-        """Ask for the number of the lane anew. What was made of the old one need not be kept in registers."""
-        ...
-
     def word(self, value: int) -> Value:
         """The same word in all lanes."""
         ...
@@ -42,8 +38,15 @@ class Warp(Protocol):
         """The same float32 in all lanes."""
         ...
 
-    def load(self, name: str, offset: Value, count: int) -> list[Value]:
-        """`count` consecutive words (1, 2 or 4) of a named piece of memory, from a byte offset."""
+    def load(self, name: str, offset: Value, count: int, then: int = 0) -> list[Value]:
+        """`count` consecutive words (1, 2 or 4) of a named piece of memory, from byte `offset + then`.
+
+        What is known beforehand belongs into `then`: it costs no instruction.
+        """
+        ...
+
+    def load_either(self, condition: Value, a: str, b: str, offset: Value, count: int, then: int = 0) -> list[Value]:
+        """`load` from the first piece of memory where the condition holds, else from the second."""
         ...
 
     def store(self, name: str, offset: Value, words: list[Value]) -> None:
@@ -205,13 +208,9 @@ class GpuWarp:
 
     def __init__(self, memory: dict[str, ir.Value]):
         self._memory = memory
-        self.lane = Register(arith.andi(utils.thread_idx(), _i32(31)))
-
-    def read_lane(self) -> None:
-        read = llvm.inline_asm(
-            ir.IntegerType.get_signless(32), [], "mov.u32 $0, %laneid;", "=r", has_side_effects=True
-        )  # with effects: what has none is moved out of loops
-        self.lane = Register(read)
+        # With effects: what has none is asked for again at every use, and waited for.
+        lane = llvm.inline_asm(ir.IntegerType.get_signless(32), [], "mov.u32 $0, %laneid;", "=r", has_side_effects=True)
+        self.lane = Register(lane)
 
     def word(self, value: int) -> Register:
         return Register(_i32(value - (value >> 31 << 32)))
@@ -219,9 +218,19 @@ class GpuWarp:
     def number(self, value: float) -> Register:
         return Register(utils.c(value, ir.F32Type.get()))
 
-    def load(self, name: str, offset: Register, count: int) -> list[Register]:
-        i32 = ir.IntegerType.get_signless(32)
-        at = utils.getelementptr(self._memory[name], [offset.value], ir.IntegerType.get_signless(8))
+    def load(self, name: str, offset: Register, count: int, then: int = 0) -> list[Register]:
+        return self._load(self._memory[name], offset, count, then)
+
+    def load_either(
+        self, condition: Register, a: str, b: str, offset: Register, count: int, then: int = 0
+    ) -> list[Register]:
+        memory = arith.select(condition.value, self._memory[a], self._memory[b])
+        return self._load(memory, offset, count, then)
+
+    def _load(self, memory: ir.Value, offset: Register, count: int, then: int) -> list[Register]:
+        i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        at = utils.getelementptr(memory, [offset.value], i8)
+        at = utils.getelementptr(at, [then], i8) if then else at
         if count == 1:
             return [Register(llvm.load(i32, at, alignment=4))]
         words = llvm.load(ir.VectorType.get((count,), i32), at, alignment=4 * count)
@@ -356,18 +365,21 @@ class ArrayWarp:
         self._memory = memory
         self.lane = jnp.arange(32, dtype=jnp.uint32)
 
-    def read_lane(self) -> None:
-        pass
-
     def word(self, value: int) -> jax.Array:
         return jnp.full(32, np.uint32(value))
 
     def number(self, value: float) -> jax.Array:
         return jnp.full(32, np.float32(value))
 
-    def load(self, name: str, offset: jax.Array, count: int) -> list[jax.Array]:
-        at = (offset // 4).astype(jnp.int32)
+    def load(self, name: str, offset: jax.Array, count: int, then: int = 0) -> list[jax.Array]:
+        at = ((offset + then) // 4).astype(jnp.int32)
         return [self._memory[name][..., at + i] for i in range(count)]
+
+    def load_either(
+        self, condition: jax.Array, a: str, b: str, offset: jax.Array, count: int, then: int = 0
+    ) -> list[jax.Array]:
+        either = zip(*(self.load(name, offset, count, then) for name in (a, b)), strict=True)
+        return [jnp.where(condition, *both) for both in either]
 
     def store(self, name: str, offset: jax.Array, words: list[jax.Array]) -> None:
         at = (offset // 4).astype(jnp.int32)

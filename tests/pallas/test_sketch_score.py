@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from skg_jax.kv import sketch
 from skg_jax.pallas.shapes import SKETCH_SCORE_SHAPES
 from skg_jax.pallas.sketch_plan import SketchScoreConfig
-from skg_jax.pallas.sketch_query import operands, prepare_column
+from skg_jax.pallas.sketch_query import Column, operands, prepare_columns
 from skg_jax.pallas.sketch_score import sketch_score
 from skg_jax.pallas.sketch_stage import UNKNOWN, gathered, words
 from skg_jax.pallas.sketch_unit import GRID, UnitShape, score_unit
@@ -35,7 +35,7 @@ def lanes(q, record, unit: UnitShape) -> dict[str, jax.Array]:
     count = q.shape[0]
     memory = record._asdict() | dict(zip(("query", "columns"), operands(q, unit), strict=True))
     results = score_unit(ArrayWarp({name: words(x, count) for name, x in memory.items()}), unit)
-    return {name: gathered(results, name, unit, (count,)) for name in results.values}
+    return gathered(results, unit, (count,))
 
 
 score_lanes = jax.jit(lanes, static_argnames="unit", compiler_options=FAST)
@@ -127,10 +127,12 @@ def test_lanes_prepare_the_same_query_operands_as_arrays(dim, group, dtype):
     @functools.partial(jax.jit, compiler_options=FAST)
     def by_lanes(q, numbers):
         memory = {"query": jnp.zeros((6, dim * 4), jnp.uint32), "columns": jnp.zeros((6, 32), jnp.uint32)}
-        for column in range(8):  # of a doubled group the second four are the first
-            own = column % 4 if unit.doubled else column
-            memory["raw"] = words(q[:, min(own, group - 1)], 6)
-            prepare_column(ArrayWarp(memory), unit, dtype, jnp.broadcast_to(numbers[column], 32))
+        of_head = 4 if unit.doubled else 8
+        zero = jnp.zeros(32, jnp.uint32)
+        raw = lambda number: jnp.minimum(number, group - 1) * (dim * q.dtype.itemsize) + zero
+        columns = [Column(numbers[i] + zero, raw(numbers[i]), zero, zero) for i in range(of_head)]
+        memory["raw"] = words(q, 6)
+        prepare_columns(ArrayWarp(memory), unit, dtype, columns)
         return memory["query"], jax.lax.bitcast_convert_type(memory["columns"], jnp.float32)
 
     fragments, numbers = operands(q, unit)
