@@ -64,22 +64,23 @@ def test_a_schedule_forces_the_share_of_rows_that_was_asked_for():
 def test_the_whole_command(toy, tmp_path):
     output = tmp_path / "out.json"
     code = cli.main([
-        "decode", "--config", "toy", "--cells", "2x1280", "2x1280@640:guarded", "--steps", "32", "--dense-layers", "2",
+        "decode", "--config", "toy", "--cells", "2x1280", "2x1280@640:guarded", "--steps", "48", "--dense-layers", "2",
         "--output", str(output), "--modes", "cudnn", "sparse", "guarded", "forced-fallback",
     ])  # fmt: skip
     assert code == 0
     cell, shorter = json.loads(output.read_text())["cells"]
     assert shorter["context"] == 640 and list(shorter["modes"]) == ["guarded"]
-    assert shorter["modes"]["guarded"]["step_ms"]["n"] == 128 and cell["compilations_while_timed"] == 0
+    assert shorter["modes"]["guarded"]["step_ms"]["n"] == 144 and cell["compilations_while_timed"] == 0
     modes = cell["modes"]
     assert {name: m["step_ms"]["n"] for name, m in modes.items() if "forced" not in name} == dict.fromkeys(
-        ("cudnn", "sparse", "guarded"), 32
+        ("cudnn", "sparse", "guarded"), 48
     )
     assert modes["guarded"]["broken_audits"] == 0
     assert modes["sparse"]["pages_read"] < 0.3
     assert modes["forced-fallback"]["pages_read"] == 1
     guarded = modes["guarded"]
-    assert sum(guarded["rows"].values()) == 64
+    assert sum(guarded["rows"].values()) == 96
+    assert guarded["first_step_of_a_turn_ms"]["n"] == 1 and len(guarded["each_step_us"]) == 48
     assert 0 < guarded["bound"] <= guarded["bound_alone"]
     assert 0 < guarded["audited_share"] < 0.05
 
@@ -91,7 +92,7 @@ def test_the_whole_command(toy, tmp_path):
         (["--cells", "0x4096"], "a batch is at least 1"),
         (["--cells", "1x64@128"], "a context no longer than the cache"),
         (["--cells", "1x1024"], "1024 tokens leave no room for 1008 steps"),
-        (["--steps", "1"], "steps must be at least 16"),
+        (["--steps", "1"], "steps must be at least 48"),
         (["--modes", "nonsense"], "there is no mode 'nonsense'"),
         (["--pages", "nan"], "pages must lie between 0 and 1"),
         (["--output", "nowhere/at/all.json"], "there is no folder"),

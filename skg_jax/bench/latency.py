@@ -24,8 +24,12 @@ class Sample(NamedTuple):
     broken: np.ndarray  # a unit lay outside of its bounds, or keys did not match their checksum
 
 
-def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Latencies of a mode over all attempts and over those in which every row was accepted."""
+def summary(samples: Sequence[Sample], begun: Sequence[Sample] = ()) -> dict[str, Any]:
+    """Latencies of a mode over all attempts and over those in which every row was accepted.
+
+    Args:
+      begun: dispatches right after another program has run; of each the first attempt is summed up by itself.
+    """
     fields: list[Any] = [np.concatenate([np.atleast_1d(x) for x in field]) for field in zip(*samples, strict=True)]
     joined: Any = Sample(*fields)
     accepted = (joined.verdict == Verdict.ACCEPT).all(1)
@@ -34,6 +38,8 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     attempts = len(joined.step_ms) // len(samples)
     return {
         "step_ms": percentiles(joined.step_ms),
+        "each_step_us": [round(1e3 * float(x)) for x in joined.step_ms],
+        "first_step_of_a_turn_ms": percentiles([float(sample.step_ms[0]) for sample in begun]),
         "accepted_step_ms": percentiles(joined.step_ms[accepted]),
         "wall_ms_per_step": percentiles(joined.wall_ms / attempts),
         "rows": {verdict.name.lower(): int((joined.verdict == verdict).sum()) for verdict in Verdict},

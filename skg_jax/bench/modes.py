@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from skg_jax.pallas import clock
 from skg_jax.selectors import get
 
 ATTEMPTS = 16  # of one dispatch
+TIMED = 3  # dispatches of a turn
 BASELINE, EXACT, SPARSE, GUARDED = "cudnn", "exact", "sparse", "guarded"
 TIERS = 3  # first budget, wider budget, exact
 
@@ -130,3 +131,25 @@ def timed_call(run: Run, executable, cache: PagedKVCache, position: int) -> tupl
     cache, found = run.call(executable, cache, position)
     jax.block_until_ready(found)
     return cache, run.sample(found, (time.perf_counter() - began) * 1e3)
+
+
+def take_turns(
+    runs: Sequence[Run], programs: dict[Any, Any], cache: PagedKVCache, first: int, turns: int
+) -> tuple[PagedKVCache, dict[str, list[Sample]], dict[str, list[Sample]]]:
+    """Every run dispatches from the same positions, in an order that rotates.
+
+    After another program has run, the buffers of one lie elsewhere, and XLA writes its CUDA graph anew while the first
+    attempt waits. So a turn begins with a dispatch that counts by itself.
+
+    Returns: cache, timed dispatches of each run, and the first ones of its turns.
+    """
+    timed: dict[str, list[Sample]] = {run.name: [] for run in runs}
+    begun: dict[str, list[Sample]] = {run.name: [] for run in runs}
+    for i in range(turns):
+        turn = [run for run in runs if i % run.every == 0]
+        for run in turn[i % len(turn) :] + turn[: i % len(turn)]:
+            for k in (None, *range(TIMED)):
+                position = first + ATTEMPTS * (TIMED * i + (k or 0) + 1)
+                cache, sample = timed_call(run, programs[run.key], cache, position)
+                (begun if k is None else timed)[run.name].append(sample)
+    return cache, timed, begun

@@ -1,8 +1,8 @@
 """`python -m skg_jax.bench decode --config llama-3.1-8b`: whole decode steps at the size of a published model.
 
 Imports only what a bare GPU machine has (jax, flax, numpy, scipy). Weights are random, attention is not (`synthesis`).
-In every cell the modes take turns dispatch by dispatch from the same positions; each attempt is timed by the GPU's own
-clock inside the dispatch. All programs of all cells are compiled at once, before the first cache is made.
+In every cell the modes take turns from the same positions; every attempt is timed by the GPU's own clock inside its
+dispatch. All programs of all cells are compiled at once, before the first cache is made.
 """
 
 from __future__ import annotations
@@ -28,12 +28,25 @@ from models.config import ModelConfig
 from skg_jax.bench import synthesis
 from skg_jax.bench.environment import environment
 from skg_jax.bench.latency import line, summary
-from skg_jax.bench.modes import ATTEMPTS, BASELINE, GUARDED, SPARSE, Run, baseline, modes, paged, timed_call
+from skg_jax.bench.modes import (
+    ATTEMPTS,
+    BASELINE,
+    GUARDED,
+    SPARSE,
+    TIMED,
+    Run,
+    baseline,
+    modes,
+    paged,
+    take_turns,
+    timed_call,
+)
 from skg_jax.bench.trace import copies_to_host, table, traced
 from skg_jax.decode import compiled
 from skg_jax.kv import cache as kv
 from skg_jax.types import BLOCK, PAGE_SIZES
 
+TURN = ATTEMPTS * TIMED
 COMPILATION = "/jax/core/compile/backend_compile_duration"  # an event of jax.monitoring
 
 
@@ -89,8 +102,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="kernels and copies of one dispatch of each mode")
     parser.add_argument("--output", type=Path, help="write the JSON to this file")
     args = parser.parse_args(argv)
-    if min(args.steps, args.short_steps) < ATTEMPTS:
-        raise ValueError(f"steps must be at least {ATTEMPTS}, one dispatch, not {min(args.steps, args.short_steps)}.")
+    if min(args.steps, args.short_steps) < TURN:
+        raise ValueError(f"steps must be at least {TURN}, one turn, not {min(args.steps, args.short_steps)}.")
     if not 0 < args.pages < 1 or (args.layers is not None and args.layers < 1) or args.dense_layers < 1:
         raise ValueError("pages must lie between 0 and 1, and layers and dense-layers be at least 1.")
     if args.output and not args.output.parent.is_dir():
@@ -100,7 +113,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     known = [BASELINE, *modes(published.get(args.config), args.page_size, args.bounds)]
     if unknown := [name for cell in args.cells for name in cell.modes if name not in known]:
         raise ValueError(f"there is no mode {unknown[0]!r}; choose among {', '.join(known)}.")
-    args.steps, args.short_steps = (-(-n // ATTEMPTS) * ATTEMPTS for n in (args.steps, args.short_steps))
+    args.steps, args.short_steps = (-(-n // TURN) * TURN for n in (args.steps, args.short_steps))
     for cell in args.cells:
         if cell.context < cell.steps(args) + 2 * BLOCK:
             raise ValueError(f"{cell.context} tokens leave no room for {cell.steps(args)} steps; ask for fewer.")
@@ -188,20 +201,16 @@ def measure(args, runs: Sequence[Run], programs, cache, cell: Cell, row: dict[st
     say(f"{cell.batch} x {cell.context} of {cell.capacity}")
     steps = cell.steps(args)
     first, row["read_tb_s"] = _first(cell.context, steps), read_ceiling(cache.k)
-    samples, compilations = {run.name: [] for run in runs}, []
+    compilations = []
     for run in runs:
         cache, _ = timed_call(run, programs[run.key], cache, first)
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: compilations.append(event) if event == COMPILATION else None
     )
-    for i in range(steps // ATTEMPTS):
-        turn = [run for run in runs if i % run.every == 0]
-        for run in turn[i % len(turn) :] + turn[: i % len(turn)]:
-            cache, sample = timed_call(run, programs[run.key], cache, first + ATTEMPTS * (i + 1))
-            samples[run.name].append(sample)
+    cache, samples, begun = take_turns(runs, programs, cache, first, steps // TURN)
     row["compilations_while_timed"] = len(compilations)
     jax.monitoring.clear_event_listeners()
-    row["modes"] = {name: summary(of_mode) for name, of_mode in samples.items()}
+    row["modes"] = {name: summary(of_mode, begun[name]) for name, of_mode in samples.items()}
     for name, found in row["modes"].items():
         say(line(name, found))
     save()
