@@ -33,9 +33,9 @@ def population(evidence: StepEvidence, config: AuditConfig) -> Population:
     """Units of the step, flattened over layers, KV heads and pages, with the law of the configured design."""
     flat = lambda x: jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
     lower, upper = flat(evidence.lower), flat(evidence.upper)
-    count = (~(upper <= 0)).sum(-1, dtype=jnp.int32)  # a NaN is a unit of unknown size, not one that is absent
-    cap, floor = outward_sum(upper, 1), outward_sum(lower, -1)
-    # An array of its own: XLA would otherwise add up all bounds again for every unit.
+    count, cap, floor = (flat(x) for x in (evidence.count, evidence.cap, evidence.floor))
+    count, cap, floor = count.sum(-1), outward_sum(cap, 1), outward_sum(floor, -1)
+    # An array of its own: XLA would otherwise add up all rows again for every unit.
     total = jax.lax.optimization_barrier(cap - floor)
     eta = jax.vmap(kw.rounding_guard)(cap, floor)
     law = weights = None

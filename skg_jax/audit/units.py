@@ -22,10 +22,11 @@ from skg_jax.audit.config import AuditConfig
 from skg_jax.kv import sketch
 from skg_jax.kv.cache import PagedKVCache, current
 from skg_jax.pallas import dispatch
-from skg_jax.pallas.audit_units import unit_bounds
+from skg_jax.pallas.audit_units import Units, audit_units
 from skg_jax.pallas.dispatch import Implementation
 from skg_jax.pallas.sketch_score import Bounds
 from skg_jax.selectors.base import Selection
+from skg_jax.stats.sums import outward_sum
 from skg_jax.types import BLOCK
 
 UP = 1.0 + 1e-6  # outward rounding of float32 sums and products
@@ -45,7 +46,7 @@ class HeadBounds(NamedTuple):
     """What is known of every query head without reading."""
 
     log_selected: Float[Array, "L B N"]  # log W_S, rounded down
-    total: Float[Array, "L B N"]  # (W_S + sum of L) / W_S
+    total: Float[Array, "L B N"]  # (W_S + sum of L) / W_S, rounded down
     out_norm: Float[Array, "L B N"]
     log_lower: Float[Array, "L B K G M"]  # of all pages' log-masses
     log_upper: Float[Array, "L B K G M"]
@@ -63,8 +64,11 @@ class StepEvidence(NamedTuple):
     log_lower: Float[Array, "L B K G M"]
     log_upper: Float[Array, "L B K G M"]
     unread: Bool[Array, "L B K M"]
-    lower: Float[Array, "L B K M"]  # l of each unit, weights applied, 0 where there is nothing unread
+    lower: Float[Array, "L B K M"]  # these five: see Units. l of each unit, weights applied, 0 where nothing is unread
     upper: Float[Array, "L B K M"]  # c of each unit
+    count: Int[Array, "L B K"]
+    floor: Float[Array, "L B K"]
+    cap: Float[Array, "L B K"]
     unbounded: Int[Array, "L B"]  # unread pages without valid bounds: the step cannot be certified
 
 
@@ -94,48 +98,62 @@ def step_evidence(
       layers: stacked. bounds: of all pages. cache: the version that the step used. length: tokens in it, this step's
         included.
     """
-    # A barrier ends a pass over the population. Without them XLA stacks the layers anew in each pass, keeps what two
-    # passes have in common, which takes longer than to compute it again, and joins sums to what is no sum.
-    made = jax.lax.optimization_barrier
-    pages = bounds.shape[-1]
-    in_use = jnp.arange(pages) < -(-length // config.page_size)[:, None]
-    unread = in_use[:, None] & ~unpack_flags(made(layers.read), pages)
     log_selected = layers.lse - _lse_slack(layers.q, cache, length)
-    mass = _mass(bounds[:, :, :, 0] - log_selected.reshape(*unread.shape[:3], -1, 1))
-    total = 1.0 + jnp.where(unread[..., None, :], mass, 0.0).sum(-1)
-    bounds, unread, total = made((bounds, unread, total.reshape(log_selected.shape)))
-    heads = HeadBounds(log_selected, total, layers.out_norm, bounds[:, :, :, 0], bounds[:, :, :, 1], unread)
-    kernel = lambda: _units_mosaic(bounds, heads, omega, config)
-    units = made(dispatch.choose(implementation, kernel, lambda: _units_xla(heads, omega, cache, config)))
-    lower, upper = (jnp.where(unread, x, 0.0) for x in units)
+    used, pages = -(-length // config.page_size), bounds.shape[-1]
+    in_use = jnp.arange(pages) < used[:, None]
+    words = jax.lax.optimization_barrier(layers.read)  # stacked once: XLA would do so anew in each pass over them
+    unread = in_use[:, None] & ~unpack_flags(words, pages)
+    heads = lambda total, unread, bounds: HeadBounds(
+        log_selected, total, layers.out_norm, bounds[:, :, :, 0], bounds[:, :, :, 1], unread
+    )
+    kernel = lambda: _units_mosaic(bounds, log_selected, words, used, omega, config)
+    twin = lambda: _units_xla(bounds, log_selected, unread, heads, omega, cache, config)
+    units = dispatch.choose(implementation, kernel, twin)
     known = jnp.repeat(current(cache), config.parts, axis=1)
-    unbounded = (unread & ~known[:, None]).sum((2, 3), dtype=jnp.int32)
-    return StepEvidence(layers.q, *heads, lower / UP, upper * UP, unbounded)
+    return StepEvidence(layers.q, *heads(units.total, unread, bounds), *units[1:], _missing(words, in_use & ~known))
 
 
-def _units_xla(heads: HeadBounds, omega, cache: PagedKVCache, config: AuditConfig) -> tuple[Array, Array]:
-    weight = omega.reshape(len(omega), 1, heads.unread.shape[2], -1, 1)
+def _units_xla(bounds: Bounds, log_selected, unread, heads, omega, cache: PagedKVCache, config: AuditConfig) -> Units:
+    # A barrier ends a pass over the population. Without them XLA keeps what two passes have in common, which takes
+    # longer than to compute it again, and joins sums to what is no sum.
+    made = jax.lax.optimization_barrier
+    mass = _mass(bounds[:, :, :, 0] - log_selected.reshape(*unread.shape[:3], -1, 1))
+    total = 1.0 + outward_sum(jnp.where(unread[..., None, :], mass, 0.0), -1)
+    bounds, unread, total = made((bounds, unread, total.reshape(log_selected.shape)))
+    weight = omega.reshape(len(omega), 1, unread.shape[2], -1, 1)
     add = lambda shares: functools.reduce(jnp.add, [weight[..., g, :] * share for g, share in enumerate(shares)])
-    lower, upper = zip(*_shares(heads, cache, config), strict=True)
-    return add(lower), add(upper)
+    lower, upper = zip(*_shares(heads(total, unread, bounds), cache, config), strict=True)
+    lower, upper = made((add(lower) / UP, add(upper) * UP))
+    count = (~(upper <= 0)).sum(-1, dtype=jnp.int32)  # a NaN is a unit of unknown size, not one that is absent
+    return Units(total, lower, upper, count, outward_sum(lower, -1), outward_sum(upper, 1))
 
 
-def _units_mosaic(bounds: Bounds, heads: HeadBounds, omega, config: AuditConfig) -> tuple[Array, Array]:
+def _units_mosaic(bounds: Bounds, log_selected, words, used, omega, config: AuditConfig) -> Units:
     if config.residual != "mass":
         raise NotImplementedError("The audit's unit kernel knows the mass residual alone.")
-    return unit_bounds(bounds, heads.log_selected, heads.total, omega, cancel=_CANCEL, up=UP)
+    return audit_units(bounds, log_selected, _flags(words, bounds.shape[-1]), used, omega, cancel=_CANCEL, up=UP)
+
+
+def _missing(words: UInt32[Array, "L B K words"], unknown: Bool[Array, "B M"]) -> Int[Array, "L B"]:
+    """Pages without valid bounds that were not read, four at a time."""
+    unread = pack_flags(unknown.astype(jnp.uint8))[:, None] & ~words
+    return jax.lax.population_count(unread).sum((2, 3), dtype=jnp.int32)
 
 
 def pack_flags(x: UInt8[Array, "*any M"]) -> UInt32[Array, "*any words"]:
-    """Four flags to a word: stacking many arrays costs a GPU time for each element, not for each byte."""
+    """Four flags, 0 or 1, to a word: stacking many arrays costs a GPU time for each element, not for each byte."""
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)])
     return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 4), jnp.uint32)
 
 
 def unpack_flags(words: UInt32[Array, "*any words"], size: int) -> Bool[Array, "*any {size}"]:
     """The first `size` of them."""
+    return _flags(words, size) != 0
+
+
+def _flags(words: UInt32[Array, "*any words"], size: int) -> UInt8[Array, "*any {size}"]:
     flags = jax.lax.bitcast_convert_type(words, jnp.uint8)
-    return flags.reshape(*words.shape[:-1], -1)[..., :size] != 0
+    return flags.reshape(*words.shape[:-1], -1)[..., :size]
 
 
 def head_shares(
