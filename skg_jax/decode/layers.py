@@ -29,6 +29,7 @@ def sparse_attend(program: Program, position: Int[Array, " B"], budget: Float[Ar
     exact_norms = program.guarded and audit.residual == "output"  # of the output, before it is rounded
 
     def attend(layer, q, k, v, carry):
+        layer = jnp.asarray(layer, jnp.int32)  # an int where layers are unrolled
         out_dtype = jnp.float32 if exact_norms else q.dtype
         cache, selector_state, bounds = carry
         cache = kv.append(cache, layer, k[:, 0], v[:, 0], position, program.implementation)
@@ -56,6 +57,7 @@ def exact_attend(program: Program, position: Int[Array, " B"]):
     """Attention callback over everything. Carry: the cache."""
 
     def attend(layer, q, k, v, cache: PagedKVCache):
+        layer = jnp.asarray(layer, jnp.int32)  # an int where layers are unrolled
         cache = kv.append(cache, layer, k[:, 0], v[:, 0], position, program.implementation)
         out, _ = attention.dense(
             q[:, 0], cache, layer, position + 1, out_dtype=q.dtype, implementation=program.implementation

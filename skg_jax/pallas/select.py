@@ -107,10 +107,16 @@ def topp(
 
 
 def _select(estimate, must_read, total_pages, budget, by: By, config: SelectConfig | None, interpret) -> Lists:
-    batch, kv_heads, groups, pages = estimate.shape
-    config = config or SelectConfig.of(pages)
+    config = config or SelectConfig.of(estimate.shape[-1])
     _check(estimate, config)
-    params = dispatch.interpret(interpret)
+    emulated = dispatch.interpret(interpret) is not None
+    return _launch(estimate, must_read, total_pages, budget, by, config, emulated)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _launch(estimate, must_read, total_pages, budget, by: By, config: SelectConfig, emulated: bool) -> Lists:
+    batch, kv_heads, _, pages = estimate.shape
+    params = dispatch.interpret(emulated)
     row = jax.ShapeDtypeStruct((batch, kv_heads, pages), jnp.int32)
     body = functools.partial(_kernel, by=by, config=config if params is None else None)
     return plgpu.kernel(

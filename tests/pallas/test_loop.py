@@ -44,9 +44,33 @@ def test_every_part_of_the_loop_is_a_kernel(mode, shape):
         assert name in text, name
 
 
-def guarded() -> tuple[Program, kv.PagedKVCache, GuardConfig]:
-    """Llama-3.1-8B's shape, two layers of it, and a cache of 8 rows that is never made."""
-    config = dataclasses.replace(synthesis.synthetic_config(published.get("llama-3.1-8b")), num_layers=2)
+@pytest.mark.parametrize("mode", ["sparse", "guarded"])
+def test_unrolled_layers_share_their_kernels(mode, monkeypatch):
+    """As on a GPU, where layers are unrolled: one more layer calls every kernel once more, and lowers none again."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    kernels, calls = zip(*(_kernels_and_calls(mode, layers) for layers in (2, 3)), strict=True)
+    assert kernels[0] == kernels[1] >= len(KERNELS[mode])
+    assert calls[1] > calls[0]
+
+
+def _kernels_and_calls(mode, layers: int) -> tuple[int, int]:
+    """Kernels in the lowered loop over so many layers with arrays of their own, and calls of functions."""
+    program, cache, guard = guarded(layers)
+    program = dataclasses.replace(program, mode=mode)
+    params = decoder.abstract(program.model, jnp.bfloat16)
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
+    call = (
+        params | {"layers": (one,) * layers}, cache, requests_of(program, guard), steps.start(8, 8000),
+        np.full((4, 8), steps.FREE, np.int32),
+    )  # fmt: skip
+    with dispatch.lowering():
+        text = steps.loop.trace(*call, program=program).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @mosaic_gpu_v2"), text.count("call @")
+
+
+def guarded(layers: int = 2) -> tuple[Program, kv.PagedKVCache, GuardConfig]:
+    """Llama-3.1-8B's shape, a few layers of it, and a cache of 8 rows that is never made."""
+    config = dataclasses.replace(synthesis.synthetic_config(published.get("llama-3.1-8b")), num_layers=layers)
     guard = GuardConfig(rounds=(1,))
     cache = jax.eval_shape(
         lambda: kv.init(config.num_layers, config.num_kv_heads, config.head_dim, 8, 8192, jnp.bfloat16)
