@@ -115,10 +115,10 @@ def hidden_states(
     def body(state, layer):
         x, carry = state
         run = functools.partial(_with_layer, params["layers"], config, layer)
-        q, k, v = run(lambda module: module.before(x, cos, sin))
+        q, k, v = run(DecoderLayer.before, x, cos, sin)
         with jax.named_scope("attention"):
             out, carry, y = attend(layer, q, k, v, carry)
-        return (run(lambda module: module.after(x, out)), carry), y
+        return (run(DecoderLayer.after, x, out), carry), y
 
     x = params["embed"]["embedding"][tokens]
     loop = _unrolled if unroll else jax.lax.scan
@@ -135,18 +135,24 @@ def _unrolled(body, state, layers: Int[Array, " L"]):
     return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
 
 
-def _with_layer(layers: Any, config: ModelConfig, layer: Any, use: Callable[[DecoderLayer], Any]) -> Any:
-    """`use` of the module of one layer: one of separate arrays, a switch between them, or weights cut out of a stack.
+def _with_layer(layers: Any, config: ModelConfig, layer: Any, half: Callable[..., Any], *args: Array) -> Any:
+    """A half of one layer, with separate arrays of its own, those that a switch picks, or weights cut out of a stack.
 
     The switch is for a CPU, where it costs nothing; a GPU would wait 18 us for the host at each.
     """
-    graph, _ = _layer(config)
     if isinstance(layer, int):
-        return use(nnx.merge(graph, layers[layer]))
+        return _shared(config, half, layers[layer], *args)
+    use = lambda weights: half(nnx.merge(_layer(config)[0], weights), *args)
     if isinstance(layers, tuple):
-        return jax.lax.switch(layer, [lambda w=w: use(nnx.merge(graph, w)) for w in layers])
+        return jax.lax.switch(layer, [functools.partial(use, weights) for weights in layers])
     cut = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
-    return use(nnx.merge(graph, jax.tree.map(cut, layers)))  # leaves that `use` leaves alone are not cut
+    return use(jax.tree.map(cut, layers))  # leaves that `half` leaves alone are not cut
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _shared(config: ModelConfig, half: Callable[..., Any], weights: Params, *args: Array) -> Any:
+    """A half of a layer, traced and lowered once for all unrolled layers; XLA puts it back in place of each call."""
+    return half(nnx.merge(_layer(config)[0], weights), *args)
 
 
 def unembed(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
