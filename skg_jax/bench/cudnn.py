@@ -42,9 +42,15 @@ def _normal(key, shape):
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "implementation"), donate_argnames="cache")
 def loop(
-    params: Params, cache: DenseCache, rows: DenseRows, config: ModelConfig, steps: int, implementation: str = "cudnn"
-) -> tuple[DenseCache, DenseRows, Int[Array, "stamps 2"]]:
-    """Greedy decoding; returns the cache, the rows, and a clock stamp before and after every step."""
+    params: Params,
+    cache: DenseCache,
+    position: Int[Array, " B"],
+    config: ModelConfig,
+    steps: int,
+    implementation: str = "cudnn",
+) -> tuple[DenseCache, Int[Array, "stamps 2"]]:
+    """Greedy decoding; returns the cache, and a clock stamp before and after every step."""
+    rows = DenseRows(jnp.zeros_like(position), position)
 
     def step(state, _):
         cache, rows = state
@@ -57,7 +63,7 @@ def loop(
     began = clock.stamp(rows.position)
     rows, began = jax.lax.optimization_barrier((rows, began))  # the stamp comes before the first step
     (cache, rows), stamps = jax.lax.scan(step, (cache, rows), None, steps)
-    return cache, rows, jnp.concatenate([began[None], stamps])
+    return cache, jnp.concatenate([began[None], stamps])
 
 
 def _attend(position, implementation, layer, q, k, v, caches: DenseCache):

@@ -14,7 +14,7 @@ import numpy as np
 from models.config import ModelConfig
 from skg_jax.bench import cudnn, steps
 from skg_jax.bench.latency import Sample
-from skg_jax.decode import Program
+from skg_jax.decode import Program, empty_log
 from skg_jax.guard import GuardConfig, Verdict
 from skg_jax.kv.cache import PagedKVCache
 from skg_jax.pallas import clock
@@ -75,15 +75,17 @@ def paged(name: str, mode: Mode, params, cache: Any, tau: float, pages: float, t
     asked = steps.requests(model, batch, mode.guard, tau, pages, timed)
     rng = np.random.default_rng(0)
     tier, share = mode.forced or (0, 0.0)
-    schedule = lambda: steps.forced_schedule(ATTEMPTS, batch, share, tier, rng)
+    free, log = jnp.full((ATTEMPTS, batch), steps.FREE, jnp.int32), empty_log(ATTEMPTS, batch)
+    schedule = lambda: steps.forced_schedule(ATTEMPTS, batch, share, tier, rng) if mode.forced else free
+    held = [log]
 
     def lower():
-        return steps.loop.lower(params, cache, asked, steps.start(batch, 0), schedule(), program=mode.program)
+        return steps.loop.lower(params, cache, asked, jnp.int32(0), free, log, program=mode.program)
 
     def call(executable, cache, position):
         plan = schedule()
-        now = asked._replace(key=jax.vmap(jax.random.fold_in, (0, None))(asked.key, position))
-        cache, _, timed = executable(params, cache, now, steps.start(batch, position), plan)
+        cache, timed = executable(params, cache, asked, jnp.int32(position), plan, held.pop())
+        held.append(timed.log)
         return cache, (timed, plan)
 
     def sample(found, wall_ms: float) -> Sample:
@@ -105,14 +107,14 @@ def baseline(params, config: ModelConfig, batch: int, context: int, layers: int)
     """
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     make = lambda: cudnn.init(config, batch, context, min(layers, config.num_layers), jax.random.key(3))
-    at = lambda position: cudnn.DenseRows(jnp.zeros(batch, jnp.int32), jnp.full(batch, position, jnp.int32))
+    at = lambda position: jnp.full(batch, position, jnp.int32)
     held: list[cudnn.DenseCache] = []
 
     def lower():
         return cudnn.loop.lower(params, jax.eval_shape(make), at(0), config, ATTEMPTS, implementation)
 
     def call(executable, cache, position):
-        dense, _, stamps = executable(params, held.pop() if held else make(), at(position))
+        dense, stamps = executable(params, held.pop() if held else make(), at(position))
         held.append(dense)
         return cache, stamps
 

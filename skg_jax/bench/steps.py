@@ -38,11 +38,21 @@ class Timed(NamedTuple):
     stamps: Int[Array, "stamps 2"]
 
 
-@functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="program", donate_argnames=("cache", "log"), keep_unused=True)
 def loop(
-    params: Params, cache: PagedKVCache, requests: Requests, rows: Rows, schedule: Int[Array, "A B"], program: Program
-) -> tuple[PagedKVCache, Rows, Timed]:
-    """A attempts of every row; `schedule` holds a forced tier or FREE. Then the blocks that were filled are sealed."""
+    params: Params,
+    cache: PagedKVCache,
+    requests: Requests,
+    position: Int[Array, ""],
+    schedule: Int[Array, "A B"],
+    log: StepInfo,
+    program: Program,
+) -> tuple[PagedKVCache, Timed]:
+    """A attempts of every row from one position; `schedule` holds a forced tier or FREE. Then blocks that were filled
+    are sealed. log: any, given for its memory, see `decode_loop`."""
+    del log
+    rows = start(schedule.shape[1], position)
+    requests = requests._replace(key=jax.vmap(jax.random.fold_in, (0, None))(requests.key, position))
 
     def one(state, forced):
         cache, rows = state
@@ -55,7 +65,7 @@ def loop(
     (cache, rows), (log, stamps) = jax.lax.scan(one, (cache, rows), schedule)
     if program.mode != "dense":
         cache = _seal_behind(cache, rows, program.implementation)
-    return cache, rows, Timed(log, jnp.concatenate([began[None], stamps]))
+    return cache, Timed(log, jnp.concatenate([began[None], stamps]))
 
 
 def _seal_behind(cache: PagedKVCache, rows: Rows, implementation: Implementation | None) -> PagedKVCache:
@@ -66,7 +76,7 @@ def _seal_behind(cache: PagedKVCache, rows: Rows, implementation: Implementation
     return kv.seal(cache, blocks, stale, implementation)
 
 
-def start(batch: int, position: int) -> Rows:
+def start(batch: int, position: int | Int[Array, ""]) -> Rows:
     """Rows that stand at one position, at the first budget: `requests` knows no crossover."""
     zero = jnp.zeros(batch, jnp.int32)
     return Rows(zero, zero + position, zero, zero, jnp.zeros(batch, bool), guard_init(batch))

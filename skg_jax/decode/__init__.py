@@ -5,7 +5,7 @@ from __future__ import annotations
 from skg_jax.decode.compiling import compiled
 from skg_jax.decode.loop import decode_loop, prefill, seal_full
 from skg_jax.decode.shadow import shadow_attempt
-from skg_jax.decode.state import Mode, Program, Requests, Rows, StepInfo, first_rows
+from skg_jax.decode.state import Mode, Program, Requests, Rows, StepInfo, empty_log, first_rows
 
 __all__ = [
     "Mode",
@@ -15,6 +15,7 @@ __all__ = [
     "StepInfo",
     "compiled",
     "decode_loop",
+    "empty_log",
     "first_rows",
     "prefill",
     "seal_full",

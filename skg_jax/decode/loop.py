@@ -52,14 +52,27 @@ def prefill(
     return cache, token[0], logits
 
 
-@functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames="program", donate_argnames=("cache", "rows", "log"), keep_unused=True
+)  # the log of the last dispatch is given for its memory alone
 def decode_loop(
-    params: Params, cache: PagedKVCache, requests: Requests, rows: Rows, program: Program
+    params: Params,
+    cache: PagedKVCache,
+    requests: Requests,
+    rows: Rows,
+    log: StepInfo | None = None,
+    *,
+    program: Program,
 ) -> tuple[PagedKVCache, Rows, StepInfo]:
     """Attempts until all rows are done, a block is full, or the dispatch is used up; then full blocks are sealed.
 
+    Cache, rows and log are donated. With the last dispatch's log, which must have been fetched before, everything stays
+    where it is in memory, and the CUDA graph of the loop as it was: else a GPU waits up to a millisecond for the host
+    to write it anew.
+
     Returns: cache, rows, and a log of `program.attempts_per_dispatch` lines (those not reached are inactive).
     """
+    del log
 
     def going(state):
         _, rows, log, i = state

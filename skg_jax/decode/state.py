@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -97,11 +98,13 @@ def stream(key: Key[Array, " B"], which: int, count: Int[Array, " B"]) -> Key[Ar
 
 
 def empty_log(attempts: int, batch: int) -> StepInfo:
-    """A log whose lines are all inactive."""
-    flag, number = jnp.zeros((attempts, batch), bool), jnp.zeros((attempts, batch), jnp.int32)
-    real = jnp.zeros((attempts, batch))
+    """A log whose lines are all inactive; no two fields share their memory, so that it can be donated."""
+    flag, number, real = (
+        functools.partial(jnp.zeros, (attempts, batch), dtype) for dtype in (jnp.bool, jnp.int32, jnp.float32)
+    )
     return StepInfo(
-        active=flag, token=jnp.full_like(number, NO_TOKEN), position=number, verdict=number, exact=flag, bound=real,
-        cap=real, units=number, drawn=number, audited=number, selected=number, total=number, violated=flag,
-        unbounded=number, key_reused=flag, uncovered=flag, corrupt=jnp.zeros((attempts, batch, 2), jnp.int32),
+        active=flag(), token=number() + NO_TOKEN, position=number(), verdict=number(), exact=flag(), bound=real(),
+        cap=real(), units=number(), drawn=number(), audited=number(), selected=number(), total=number(),
+        violated=flag(), unbounded=number(), key_reused=flag(), uncovered=flag(),
+        corrupt=jnp.zeros((attempts, batch, 2), jnp.int32),
     )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 
 from models import decoder, published, registry
 from skg_jax import chat, tokenizer
-from skg_jax.decode import Program, Requests, Rows, compiled, decode_loop, prefill
+from skg_jax.decode import Program, Requests, Rows, compiled, decode_loop, empty_log, prefill
 from skg_jax.decode.state import NO_TOKEN
 from skg_jax.engine.options import Options, RequestError
 from skg_jax.engine.run import Run
@@ -122,7 +122,8 @@ class Engine:
             chunk = (tokens, number, number, number)
             first = compiled(prefill.lower(params, cache, requests, *chunk, program=job.program))
             self.report_progress("compile", 1, 2)
-            loop = compiled(decode_loop.lower(params, cache, requests, rows, program=job.program))
+            log = empty_log(job.program.attempts_per_dispatch, shape.batch)
+            loop = compiled(decode_loop.lower(params, cache, requests, rows, log, program=job.program))
             self.report_progress("compile", 2, 2)
             self._compiled[key] = first, loop
         return *self._compiled[key], time.perf_counter() - began

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skg_jax.decode import Rows, StepInfo, first_rows
+from skg_jax.decode import Rows, StepInfo, empty_log, first_rows
 from skg_jax.decode.state import NO_TOKEN
 from skg_jax.engine.options import FinishReason
 from skg_jax.engine.result import Result, Timing, byte_counts, page_counts
@@ -63,14 +63,15 @@ class Run:
             first.append(token)
         self._ttft = self._prefill_s = time.perf_counter() - started
         yield from self._first_tokens(first)
-        rows = self._start(first)
+        rows, log = self._start(first), empty_log(job.program.attempts_per_dispatch, shape.batch)
         while not all(self._finish):
-            began = time.perf_counter()
-            cache, rows, log = decode(engine.model.params, cache, job.requests, rows)
-            log = jax.device_get(log)
-            self._time(log, time.perf_counter() - began)
-            yield from self._absorb(log)
-            rows = rows._replace(done=rows.done | jnp.asarray([bool(f) for f in self._finish]))
+            began, ended = time.perf_counter(), list(self._finish)
+            cache, rows, log = decode(engine.model.params, cache, job.requests, rows, log)
+            lines = jax.device_get(log)
+            self._time(lines, time.perf_counter() - began)
+            yield from self._absorb(lines)
+            if ended != self._finish:
+                rows = rows._replace(done=rows.done | jnp.asarray([bool(f) for f in self._finish]))
         self.cache = cache  # for a scrub
 
     def results(self) -> list[Result]:

@@ -4,8 +4,9 @@ The pages of a row are dealt out in runs, one to each warp of the block: registe
 32 (R w + i) + l, where R is the number of registers. To Pallas the R registers of a warpgroup are one array of 128 R
 elements. The order of its elements is nothing that Pallas knows or needs: `ids` says which page each one is.
 
-Sums and maxima are over all warps of the block, with one block barrier each. They alternate between slots of shared
-memory, so that none is overwritten before every warp has read it: two calls in a row must not share a slot.
+Sums and maxima are over all warps of the block, with one block barrier each, or one for several arrays. They alternate
+between slots of shared memory, so that none is overwritten before every warp has read it: two calls in a row must not
+share a slot.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 WARPGROUP = 128
 WARP = 32
-SLOTS = 5  # of shared memory: two for code in a line, two for loops, one for the list
+TOGETHER = 4  # arrays that one barrier can serve
+_HELD = 64  # registers of arrays that are reduced together
+SLOTS = 3 + 2 * TOGETHER  # of shared memory: two for code in a line, as wide as that, two for loops, one for the list
 _REF = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _SAME = plgpu.Layout.WG_SPLAT((WARPGROUP,))  # one value in every lane
@@ -51,6 +54,11 @@ class Lanes:
         return WARPGROUP * self.warpgroups * self.registers
 
     @property
+    def together(self) -> int:
+        """Arrays that lanes can hold beside everything else."""
+        return max(1, min(TOGETHER, _HELD // self.registers))
+
+    @property
     def _layout(self):
         return plgpu.Layout.WG_STRIDED((WARPGROUP * self.registers,), vec_size=1)
 
@@ -74,20 +82,26 @@ class Lanes:
 
     def sum(self, x, loop=None):
         """Sum over the row, the same in every lane. `loop`: number of the trip, in a loop with one call."""
-        return self._reduce(x, "add", loop)
-
-    def max(self, x):
-        """Largest element, or NaN if there is one."""
-        return self._reduce(x, "max", None)
-
-    def _reduce(self, x, op: str, loop):
         if loop is None:
-            self._turn ^= 1
-        slot = jnp.int32(self._turn) if loop is None else 2 + (loop & 1)
-        kind = plgpu.ShapeDtypeStruct((WARPGROUP,), x.dtype, _SAME)
+            return self.sums([x])[0]
+        return self._reduce([x], "add", 2 * TOGETHER + (loop & 1))[0]
+
+    def sums(self, xs: list) -> list:
+        """Sums of up to TOGETHER arrays."""
+        self._turn ^= 1
+        return self._reduce(xs, "add", jnp.int32(self._turn * TOGETHER))
+
+    def maxima(self, xs: list) -> list:
+        """Largest elements of up to TOGETHER arrays, or NaN where there is one."""
+        self._turn ^= 1
+        return self._reduce(xs, "max", jnp.int32(self._turn * TOGETHER))
+
+    def _reduce(self, xs: list, op: str, slot) -> list:
+        kinds = [plgpu.ShapeDtypeStruct((WARPGROUP,), x.dtype, _SAME) for x in xs]
         run = functools.partial(_reduce, op=op, warps=4 * self.warpgroups)
-        args = (self._layout, _REF, _SCALAR)
-        return _one_of(plgpu.inline_mgpu(arg_types=args, return_type=kind)(run)(x, self.scratch, slot))
+        args = (_REF, _SCALAR, *[self._layout] * len(xs))
+        found = plgpu.inline_mgpu(arg_types=args, return_type=kinds)(run)(self.scratch, slot, *xs)
+        return [_one_of(x) for x in found]
 
     def write(self, read, ids_gmem, mask_gmem, at: tuple):
         """Store row `at` of the list of pages with read != 0, ascending, and of the mask. Returns how many there are.
@@ -124,7 +138,12 @@ def _asm(text: str, constraints: str, *args, pure: bool = True):
 
 def _lane_and_warp():
     thread = utils.thread_idx()
-    return arith.andi(thread, _const(WARP - 1)), utils.warp_idx()
+    return arith.andi(thread, _const(WARP - 1)), _warp()
+
+
+def _warp():
+    """Number of the warp. Not broadcast over the warp: that takes longer than it saves."""
+    return utils.warp_idx(sync=False)
 
 
 def _pages(count: int):
@@ -209,26 +228,32 @@ def _over_warp(x, combine):
     return x
 
 
-def _exchange(x, scratch, slot, warps: int):
-    """One value of each warp, known to every lane. One block barrier."""
+def _exchange(xs: list, scratch, slot, warps: int) -> list[list]:
+    """Values of each warp, known to every lane: xs[k] in slot + k. One block barrier."""
     base = utils.getelementptr(utils.memref_ptr(scratch), [arith.muli(slot, _const(warps))], _i32())
-    own = utils.getelementptr(base, [utils.warp_idx()], _i32())
-    llvm.store(utils.bitcast(x, _i32()), own)  # every lane of the warp stores the same
+    own = utils.getelementptr(base, [_warp()], _i32())
+    for k, x in enumerate(xs):
+        # every lane of the warp stores the same
+        llvm.store(utils.bitcast(x, _i32()), utils.getelementptr(own, [warps * k], _i32()))
     gpu.barrier()
+    return [[utils.bitcast(w, x.type) for w in _words(base, warps * k, warps)] for k, x in enumerate(xs)]
+
+
+def _words(base, first: int, count: int) -> list:
     words = []
-    for first in range(0, warps, 4):
-        quad = llvm.load(ir.VectorType.get((4,), _i32()), utils.getelementptr(base, [first], _i32()), alignment=16)
-        at = [ir.DenseI64ArrayAttr.get([i]) for i in range(4)]
-        words += [vector.extract(quad, dynamic_position=[], static_position=i) for i in at]
-    return [utils.bitcast(w, x.type) for w in words]
+    for i in range(first, first + count, 4):
+        quad = llvm.load(ir.VectorType.get((4,), _i32()), utils.getelementptr(base, [i], _i32()), alignment=16)
+        at = [ir.DenseI64ArrayAttr.get([j]) for j in range(4)]
+        words += [vector.extract(quad, dynamic_position=[], static_position=j) for j in at]
+    return words
 
 
-def _reduce(ctx, x, scratch, slot, *, op: str, warps: int):
-    values = _scalars(x)
-    combine = _combine(op, values[0].type)
-    of_warp = _over_warp(_tree(values, combine), combine)
-    total = _tree(_exchange(of_warp, scratch, _scalar(slot), warps), combine)
-    return _as_same(total, _signed(total.type))
+def _reduce(ctx, scratch, slot, *xs, op: str, warps: int):
+    values = [_scalars(x) for x in xs]
+    combine = _combine(op, values[0][0].type)
+    of_warp = [_over_warp(_tree(own, combine), combine) for own in values]
+    totals = [_tree(own, combine) for own in _exchange(of_warp, scratch, _scalar(slot), warps)]
+    return [_as_same(total, _signed(total.type)) for total in totals]
 
 
 def _write(ctx, read, ids_gmem, mask_gmem, row, scratch, *, warps: int, slot: int):
@@ -237,7 +262,7 @@ def _write(ctx, read, ids_gmem, mask_gmem, row, scratch, *, warps: int, slot: in
     vote = "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
     ballots = [_asm(vote, "=r,r", flag, pure=False) for flag in flags]
     counts = [_asm("popc.b32 $0, $1;", "=r,r", b) for b in ballots]
-    by_warp = _exchange(_tree(counts, arith.addi), scratch, _const(slot), warps)
+    (by_warp,) = _exchange([_tree(counts, arith.addi)], scratch, _const(slot), warps)
     total = _tree(by_warp, arith.addi)
     ahead = _before(by_warp)  # pages read before the run of this warp
     below = _asm("mov.u32 $0, %lanemask_lt;", "=r")
@@ -249,7 +274,7 @@ def _write(ctx, read, ids_gmem, mask_gmem, row, scratch, *, warps: int, slot: in
 
 
 def _before(by_warp):
-    warp = utils.warp_idx()
+    warp = _warp()
     earlier = [arith.cmpi(arith.CmpIPredicate.ult, _const(w), warp) for w in range(len(by_warp))]
     return _tree([arith.select(e, n, _const(0)) for e, n in zip(earlier, by_warp, strict=True)], arith.addi)
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from skg_jax.pallas import dispatch, smem
-from skg_jax.pallas.lanes import SLOTS, WARPGROUP, Lanes
+from skg_jax.pallas.lanes import SLOTS, TOGETHER, WARPGROUP, Lanes
 
 LOG_FLOOR = -64.0  # pages this far below a head's best have no share: no denormal numbers
 WHOLE = 2**30  # a share of one, where shares are added: as integers every order gives the same sum
@@ -167,14 +167,14 @@ def _kernel(
 def _share(estimate_gmem, rows, used, used_pages, lanes):
     """Mean over the heads of the softmax over pages; a head without a usable estimate has no say."""
     total = jnp.zeros_like(used, jnp.float32)
-    following = lanes.load(estimate_gmem, rows[0], used_pages)
-    for row in [*rows[1:], None]:
-        x = jnp.where(used, following, -jnp.inf)
-        if row is not None:
-            following = lanes.load(estimate_gmem, row, used_pages)  # on its way during the reductions
-        x = x - lanes.max(x)  # NaN where the head has no estimate, or one that is not a number
-        mass = jnp.where(x >= LOG_FLOOR, jnp.exp(x), 0.0)
-        total = total + mass * (1.0 / jnp.maximum(lanes.sum(mass), 1.0))
+    for first in range(0, len(rows), lanes.together):
+        some = [lanes.load(estimate_gmem, row, used_pages) for row in rows[first : first + lanes.together]]
+        some = [jnp.where(used, x, -jnp.inf) for x in some]
+        # NaN where the head has no estimate, or one that is not a number
+        some = [x - most for x, most in zip(some, lanes.maxima(some), strict=True)]
+        masses = [jnp.where(x >= LOG_FLOOR, jnp.exp(x), 0.0) for x in some]
+        for mass, whole in zip(masses, lanes.sums(masses), strict=True):
+            total = total + mass * (1.0 / jnp.maximum(whole, 1.0))
     return total * (1.0 / len(rows))
 
 
@@ -249,6 +249,8 @@ def _tie_cut(tied, room, ties, ids, lanes):
 class _Interpreted:
     """`Lanes` in plain jnp, for interpret mode: one array in the order of the pages."""
 
+    together = TOGETHER
+
     def __init__(self, *, pages: int):
         self.capacity = pages
 
@@ -263,8 +265,11 @@ class _Interpreted:
         del loop
         return jnp.sum(x, dtype=x.dtype)
 
-    def max(self, x):
-        return jnp.max(x)
+    def sums(self, xs: list) -> list:
+        return [jnp.sum(x, dtype=x.dtype) for x in xs]
+
+    def maxima(self, xs: list) -> list:
+        return [jnp.max(x) for x in xs]
 
     def write(self, read, ids_gmem, mask_gmem, at: tuple):
         rank = jnp.cumsum(read) - read

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from skg_jax.audit.units import UP
 from skg_jax.kv.cache import PagedKVCache
 from tests.audit import synthetic
 from tests.audit.lies import lies
@@ -163,7 +164,7 @@ def test_an_unread_page_without_bounds_may_hold_everything():
     unread = np.asarray(step.evidence.unread)[unknown]
     omega = np.asarray(step.weights.omega).reshape(synthetic.L, synthetic.K, 1, -1).sum(-1)
     upper = np.asarray(step.evidence.upper)[unknown]
-    np.testing.assert_allclose(upper[unread], np.broadcast_to(omega, upper.shape)[unread], rtol=1e-5)
+    np.testing.assert_allclose(upper[unread], UP * np.broadcast_to(omega, upper.shape)[unread], rtol=1e-5)
     assert not np.asarray(step.evidence.lower)[unknown].any()
 
 

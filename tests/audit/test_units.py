@@ -10,7 +10,7 @@ import pytest
 
 from skg_jax.audit import AuditConfig, HeadWeights
 from skg_jax.audit.reads import read_units
-from skg_jax.audit.units import log_denominator, pack_flags, unpack_flags
+from skg_jax.audit.units import UP, log_denominator, pack_flags, unpack_flags
 from tests.audit import synthetic
 from tests.audit.oracle import truth
 from tests.audit.synthetic import LENGTHS, G, H, K, L, N, Step
@@ -165,11 +165,11 @@ def test_the_denominator_is_never_above_the_mass_outside_the_unit():
     log_lower[:100, 0] = rng.uniform(10, 50, size=100)  # one page holds nearly everything: the difference cancels
     log_lower = log_lower.astype(np.float32)
     lower = np.exp(log_lower.astype(np.float64))
-    total = (1 + lower.sum(1, keepdims=True) / (1 + 1e-6)).astype(np.float32)  # of masses rounded down, as in a step
+    total = (1 + lower.sum(1, keepdims=True) / UP).astype(np.float32)  # of masses rounded down, as in a step
     rest = f64(log_denominator(jnp.asarray(log_lower), jnp.asarray(total)))
     exact = np.log(np.maximum(1 + lower.sum(1, keepdims=True) - lower, 1))
     assert (rest <= exact * (1 + 2.0**-23)).all() and (rest >= 0).all()  # but for the last place of the logarithm
-    plain = np.abs(total - lower) > 1e-3 * total
+    plain = np.abs(total - lower) > 1e-2 * total  # the subtraction may lose 2e-5 of the total
     np.testing.assert_allclose(rest[plain], exact[plain], atol=5e-3)
 
 

@@ -180,7 +180,7 @@ class Block:
         return types.SimpleNamespace(
             c=lambda value, kind: self._full(value, kind.dtype), redux=redux, getelementptr=getelementptr,
             thread_idx=lambda: Value(self.lane.astype(np.int32)),
-            warp_idx=lambda: Value((self.lane // WARP).astype(np.int32)),
+            warp_idx=lambda sync=True: Value((self.lane // WARP).astype(np.int32)),
             memref_ptr=lambda memory: Pointer(memory, np.zeros(self.threads, np.int64)),
             bitwidth=lambda kind: kind.width, bitcast=lambda x, kind: Value(x.data.view(kind.dtype)),
             shfl_bfly=lambda x, distance: Value(x.data[self.lane ^ distance]),

@@ -9,7 +9,7 @@ import pytest
 
 from models import decoder, published
 from skg_jax.bench import steps, synthesis
-from skg_jax.decode import Program, decode_loop, prefill
+from skg_jax.decode import Program, decode_loop, empty_log, prefill
 from skg_jax.guard import GuardConfig
 from skg_jax.kv import cache as kv
 from skg_jax.pallas import dispatch
@@ -36,7 +36,7 @@ def test_every_part_of_the_loop_is_a_kernel(mode, shape):
     program = Program(model=config, mode=mode, selector=get("topk"), audit=guard.audit(16))
     call = (
         decoder.abstract(config, jnp.bfloat16), cache, steps.requests(config, batch, guard, 0.27, 0.1, 100),
-        steps.start(batch, context - 100), np.full((4, batch), steps.FREE, np.int32),
+        jnp.int32(context - 100), np.full((4, batch), steps.FREE, np.int32), empty_log(4, batch),
     )  # fmt: skip
     with dispatch.lowering():
         text = steps.loop.trace(*call, program=program).lower(lowering_platforms=("cuda",)).as_text()
@@ -60,8 +60,8 @@ def _kernels_and_calls(mode, layers: int) -> tuple[int, int]:
     params = decoder.abstract(program.model, jnp.bfloat16)
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
     call = (
-        params | {"layers": (one,) * layers}, cache, requests_of(program, guard), steps.start(8, 8000),
-        np.full((4, 8), steps.FREE, np.int32),
+        params | {"layers": (one,) * layers}, cache, requests_of(program, guard), jnp.int32(8000),
+        np.full((4, 8), steps.FREE, np.int32), empty_log(4, 8),
     )  # fmt: skip
     with dispatch.lowering():
         text = steps.loop.trace(*call, program=program).lower(lowering_platforms=("cuda",)).as_text()

@@ -130,7 +130,7 @@ def test_what_the_kernel_cannot_do_is_said():
     with pytest.raises(NotImplementedError, match="takes float32 estimates, not bfloat16"):
         half = jnp.zeros((1, 1, 1, 8), jnp.bfloat16)
         select.topk(half, jnp.zeros((1, 8), bool), jnp.ones(1, jnp.int32), jnp.ones(1))
-    assert sum(SelectConfig(warpgroups=8).shared_memory().values()) == 1024
+    assert sum(SelectConfig(warpgroups=8).shared_memory().values()) == 2048
 
 
 # --- lane-level code, run for every lane of a block -----------------------------------------------------------------
@@ -166,25 +166,25 @@ def test_lanes_load_what_is_in_use_and_nothing_past_it(block, used):
     np.testing.assert_array_equal(found[inside], flags[1][ids[inside]])
 
 
-@pytest.mark.parametrize("op", ["add", "max"])
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_reductions_reach_every_lane(block, op, dtype):
-    if (op, dtype) == ("max", np.int32):
-        pytest.skip("not used")
-    x = np.random.default_rng(1).integers(-9, 9, (REGISTERS, THREADS)).astype(dtype)
+@pytest.mark.parametrize("count", [1, lanes.TOGETHER])
+@pytest.mark.parametrize(("op", "dtype"), [("add", np.int32), ("add", np.float32), ("max", np.float32)])
+def test_reductions_reach_every_lane(block, op, dtype, count):
+    xs = np.random.default_rng(1).integers(-9, 9, (count, REGISTERS, THREADS)).astype(dtype)
     scratch = block.memory(np.full((lanes.SLOTS, 4 * WARPGROUPS), -1, np.int32))
-    found = block.values(lanes._reduce(None, block.array(x), scratch, block.scalar(3), op=op, warps=4 * WARPGROUPS))
-    assert (found == (x.sum() if op == "add" else x.max())).all()
-    rest = np.delete(scratch.array, 3, axis=0)
-    assert (rest == -1).all() and (scratch.array[3] != -1).any()
+    arrays = [block.array(x) for x in xs]
+    found = lanes._reduce(None, scratch, block.scalar(3), *arrays, op=op, warps=4 * WARPGROUPS)
+    for x, own in zip(xs, found, strict=True):
+        assert (block.values(own) == (x.sum() if op == "add" else x.max())).all()
+    used = range(3, 3 + count)
+    assert (np.delete(scratch.array, used, axis=0) == -1).all() and (scratch.array[used] != -1).any(1).all()
 
 
 def test_the_maximum_of_a_nan_is_nan(block):
     x = np.zeros((REGISTERS, THREADS), np.float32)
     x[1, 77] = np.nan
     scratch = block.memory(np.zeros((lanes.SLOTS, 4 * WARPGROUPS), np.int32))
-    found = block.values(lanes._reduce(None, block.array(x), scratch, block.scalar(0), op="max", warps=4 * WARPGROUPS))
-    assert np.isnan(found).all()
+    (found,) = lanes._reduce(None, scratch, block.scalar(0), block.array(x), op="max", warps=4 * WARPGROUPS)
+    assert np.isnan(block.values(found)).all()
 
 
 @pytest.mark.parametrize("pages", [CAPACITY, CAPACITY - 1, 513, 100, 1])
