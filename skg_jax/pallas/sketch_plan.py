@@ -22,6 +22,8 @@ PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {3: 152, 4: 112}
 _LINE = 128  # bytes: where a TMA copy may start in shared memory
 _MOST_STAGES = 16
+_GROUPS = 4
+_FEW_STAGES = 64  # of a thread block
 _MOST_HEADS = 8  # whose queries a thread block keeps
 
 
@@ -29,20 +31,21 @@ _MOST_HEADS = 8  # whose queries a thread block keeps
 class SketchScoreConfig:
     """How the kernel runs; the result does not depend on it. Static, hashable."""
 
-    groups: int = 4
-    """Consumer warpgroups."""
+    groups: int | None = None
+    """Consumer warpgroups; None: 4, or 3 where each would get few stages: what counts then is how soon they begin."""
     stages: int | None = None
-    """Of the ring, a multiple of `groups`; None: as many as fit, up to 16."""
+    """Of the ring, a multiple of the groups; None: as many as fit, up to 16."""
     splits: int | None = None
     """Thread blocks that share the blocks of a sequence; None: about one for each multiprocessor."""
     together: int = 2
     """Tiles of 16 tokens whose chains of matrix instructions overlap: 1, 2 or 4."""
 
     def __post_init__(self):
-        if not 1 <= self.groups <= 6:
+        if self.groups is not None and not 1 <= self.groups <= 6:
             raise ValueError(f"groups is {self.groups}; a thread block has room for 1 to 6 consumer warpgroups.")
-        if self.stages is not None and (self.stages < self.groups or self.stages % self.groups):
-            raise ValueError(f"stages is {self.stages}; it must be a multiple of groups, which is {self.groups}.")
+        groups = self.groups or _GROUPS
+        if self.stages is not None and (self.stages < 1 or self.stages % groups):
+            raise ValueError(f"stages is {self.stages}; it must be a multiple of groups, which is {groups}.")
         if self.splits is not None and self.splits < 1:
             raise ValueError(f"splits is {self.splits}; it must be at least 1.")
         if self.together not in (1, 2, 4):
@@ -55,6 +58,7 @@ class Plan:
 
     unit: UnitShape
     config: SketchScoreConfig
+    groups: int
     heads: int  # of a thread block
     heads_of_stage: int
     blocks_of_stage: int
@@ -70,7 +74,7 @@ class Plan:
     @property
     def registers(self) -> int | None:
         """Of a consumer thread; None: an equal share for all threads."""
-        return CONSUMER_REGISTERS.get(self.config.groups)
+        return CONSUMER_REGISTERS.get(self.groups)
 
     @property
     def pages(self) -> int:
@@ -129,14 +133,17 @@ def plan_launch(q, max_blocks: int, page_size: int, bound: Bound, config: Sketch
     heads_of_stage = math.gcd(heads, WARPS)
     blocks_of_stage = WARPS // heads_of_stage
     most = -(-max_blocks // blocks_of_stage)
+    splits = config.splits or max(1, min(MULTIPROCESSORS // (batch * (kv_heads // heads)), most))
+    few = -(-most // splits) * (heads // heads_of_stage) < _FEW_STAGES
     plan = Plan(
         unit=UnitShape(head_dim=dim, group=group, page_size=page_size, bound=bound, together=config.together),
         config=config,
+        groups=config.groups or (3 if few and config.stages is None else _GROUPS),
         heads=heads,
         heads_of_stage=heads_of_stage,
         blocks_of_stage=blocks_of_stage,
         stages=config.stages or 0,
-        splits=config.splits or max(1, min(MULTIPROCESSORS // (batch * (kv_heads // heads)), most)),
+        splits=splits,
         max_blocks=max_blocks,
     )
     if config.stages is None:
@@ -146,9 +153,9 @@ def plan_launch(q, max_blocks: int, page_size: int, bound: Bound, config: Sketch
 
 
 def _most_stages(plan: Plan) -> int:
-    counts = range(plan.config.groups, _MOST_STAGES + 1, plan.config.groups)
+    counts = range(plan.groups, _MOST_STAGES + 1, plan.groups)
     fitting = [n for n in counts if sum(plan.shared_memory(n).values()) <= smem.LIMIT]
-    return max(fitting, default=plan.config.groups)
+    return max(fitting, default=plan.groups)
 
 
 def _check(q, page_size: int, bound: str) -> None:

@@ -82,7 +82,7 @@ def _score(q, record: dict[str, Array], where, bounds: Bounds | None, plan: Plan
     mesh = plgpu.Mesh(
         grid=(batch, kv_heads // plan.heads, plan.splits),
         grid_names=("row", "heads", "split"),
-        num_threads=plan.config.groups + 1,
+        num_threads=plan.groups + 1,
         thread_name="warpgroup",
         kernel_name="sketch_score",
     )
@@ -103,7 +103,7 @@ def _scratch(plan: Plan):
     copies = len(plan.fields) * plan.blocks_of_stage
     return dict(
         smem=plan.queries() | plan.ring(plan.stages),
-        query_ready=plgpu.Barrier(num_arrivals=plan.config.groups),
+        query_ready=plgpu.Barrier(num_arrivals=plan.groups),
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
         free=plgpu.Barrier(num_barriers=plan.stages),
     )
@@ -121,7 +121,7 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
     table_gmem, known_gmem, length_gmem, layer_gmem, estimate_gmem = refs[len(pools) :]
     row, heads, split = (lax.axis_index(name) for name in ("row", "heads", "split"))
     outs = [estimate_gmem.at[row], *[ref.at[layer_gmem[0] * lax.axis_size("row") + row] for ref in bounds_gmem]]
-    warpgroup, groups = lax.axis_index("warpgroup"), plan.config.groups
+    warpgroup, groups = lax.axis_index("warpgroup"), plan.groups
     head0 = heads * plan.heads
     count = jnp.minimum((length_gmem[row] + (BLOCK - 1)) // BLOCK, plan.max_blocks)
     last = jnp.maximum(count - 1, 0)

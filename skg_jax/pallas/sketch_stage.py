@@ -69,7 +69,7 @@ def _emit_queries(ctx, q_gmem, query_smem, columns_smem, *, plan: Plan, dtype) -
     pointers = {"raw": q_gmem, "query": query_smem, "columns": columns_smem}
     pointers = {name: utils.memref_ptr(ref) for name, ref in pointers.items()}
     of_head = COLUMNS // 2 if unit.doubled else COLUMNS
-    warps, columns, mine = WARPS * plan.config.groups, plan.heads * of_head, []
+    warps, columns, mine = WARPS * plan.groups, plan.heads * of_head, []
     for first in range(0, columns, warps):
         number = _at_most(_warp() + first, columns - 1)  # warps too many do the last one again
         head, column = number >> _log2(of_head), number & (of_head - 1)

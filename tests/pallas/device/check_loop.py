@@ -78,7 +78,7 @@ def main() -> int:
         "violated": [np.asarray(x.report.violated).tolist() for x in (a, b)],
         "corrupt": [np.asarray(x.report.corrupt).tolist() for x in (a, b)],
         "units_outside_their_bounds": int((unread & ~inside).sum()), "units": int(unread.sum()),
-        "units_relative": units_relative(second, np.float64(asked.weights.omega)),
+        "units_relative": units_relative(second, np.asarray(asked.weights.omega, np.float64)),
         "appended_equal": bool((a.cache.k.view(np.uint16) == b.cache.k.view(np.uint16)).mean() > 0.9999),
     }  # fmt: skip
     print(json.dumps(report, indent=1))
