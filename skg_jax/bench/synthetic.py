@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     sizes = {cell.size: [other for other in args.cells if other.size == cell.size] for cell in args.cells}
     runs = {size: runs_of(args, config, params, cells) for size, cells in sizes.items()}
     programs, record["compile_s"] = compile_all([run for of_size in runs.values() for run in of_size.values()])
-    save = lambda: args.output and args.output.write_text(json.dumps(record, indent=1) + "\n")
+    save = lambda: args.output and args.output.write_text(_dump(record))
     for size, cells in sizes.items():
         of_size, cache = runs.pop(size), _cache(args, config, directions, *size)  # and let go of the last size's
         for cell in cells:
@@ -235,6 +235,12 @@ def read_ceiling(pool: jax.Array, trials: int = 5) -> float:
         np.asarray(largest(pool))
         seconds.append(time.perf_counter() - began)
     return pool.nbytes / float(np.median(seconds[1:])) / 1e12
+
+
+def _dump(record: dict[str, Any]) -> str:
+    """JSON for people to compare: a line for each entry, but one for a list of whole numbers."""
+    in_line = lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]")
+    return re.sub(r"\[[\d,\s]+\]", in_line, json.dumps(record, indent=1)) + "\n"
 
 
 def say(text: str) -> None:
