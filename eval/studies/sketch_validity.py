@@ -174,7 +174,7 @@ def _by_lanes(q, record: Sketch, unit: UnitShape) -> PageScores:
         memory = {name: jnp.broadcast_to(x, (*lead, x.shape[-1])) for name, x in memory.items()}
         memory |= {name: words(x, *lead) for name, x in record._asdict().items()}
         results = score_unit(ArrayWarp(memory), unit)
-        return PageScores(*(gathered(results, name, unit, lead) for name in PageScores._fields))
+        return PageScores(**gathered(results, unit, lead))
 
     return _by_page(jax.lax.map(step, q))
 
