@@ -106,7 +106,7 @@ def longest_chain(pages: int, chunk: int) -> int:
 
 
 def _inverse(x):
-    """1 / x to 4 units in the last place, for x >= 1: a division takes ten instructions."""
+    """1 / x to 3e-7 of it, for x >= 1: a division takes ten instructions."""
     return lax.square(lax.rsqrt(x))
 
 

@@ -60,7 +60,9 @@ def test_the_bound_holds_for_all_but_alpha_of_the_keys(config):
             assert not report.violated.any() and (report.corrupt == -1).all()
             assert not misses_too_often(is_below(report.bound, total), alpha)
             assert (report.bound <= report.cap).all()
-    assert np.median(report.bound) < 0.96 * report.cap[0]  # at alpha = 1/2 even a few draws say something
+    # At alpha = 1/2 even a few draws say something: four of the last row's units .80 of the cap in proportion to their
+    # gaps, and .963 where all have the same chance.
+    assert np.median(report.bound) < (0.975 if config.uniform_share == 1 else 0.96) * report.cap[0]
 
 
 @pytest.mark.slow
