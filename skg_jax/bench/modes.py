@@ -75,12 +75,12 @@ def paged(name: str, mode: Mode, params, cache: Any, tau: float, pages: float, t
     asked = steps.requests(model, batch, mode.guard, tau, pages, timed)
     rng = np.random.default_rng(0)
     tier, share = mode.forced or (0, 0.0)
-    free, log = jnp.full((ATTEMPTS, batch), steps.FREE, jnp.int32), empty_log(ATTEMPTS, batch)
+    free = jnp.full((ATTEMPTS, batch), steps.FREE, jnp.int32)
     schedule = lambda: steps.forced_schedule(ATTEMPTS, batch, share, tier, rng) if mode.forced else free
-    held = [log]
+    held = [empty_log(ATTEMPTS, batch)]
 
     def lower():
-        return steps.loop.lower(params, cache, asked, jnp.int32(0), free, log, program=mode.program)
+        return steps.loop.lower(params, cache, asked, jnp.int32(0), free, held[0], program=mode.program)
 
     def call(executable, cache, position):
         plan = schedule()

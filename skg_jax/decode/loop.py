@@ -52,9 +52,7 @@ def prefill(
     return cache, token[0], logits
 
 
-@functools.partial(
-    jax.jit, static_argnames="program", donate_argnames=("cache", "rows", "log"), keep_unused=True
-)  # the log of the last dispatch is given for its memory alone
+@functools.partial(jax.jit, static_argnames="program", donate_argnames=("cache", "rows", "log"), keep_unused=True)
 def decode_loop(
     params: Params,
     cache: PagedKVCache,
@@ -66,9 +64,8 @@ def decode_loop(
 ) -> tuple[PagedKVCache, Rows, StepInfo]:
     """Attempts until all rows are done, a block is full, or the dispatch is used up; then full blocks are sealed.
 
-    Cache, rows and log are donated. With the last dispatch's log, which must have been fetched before, everything stays
-    where it is in memory, and the CUDA graph of the loop as it was: else a GPU waits up to a millisecond for the host
-    to write it anew.
+    Cache, rows and log are donated. `log` is that of the last dispatch, fetched before, and given for its memory alone:
+    where buffers have moved between dispatches, XLA writes the loop's CUDA graph anew while the GPU waits (docs/adr/0012).
 
     Returns: cache, rows, and a log of `program.attempts_per_dispatch` lines (those not reached are inactive).
     """

@@ -64,6 +64,7 @@ def audit_units(
       bounds: lower and upper of the pages' log-masses, float32. log_selected: log of the head's selected mass.
       read: pages that attention read are not 0. used: pages in use; nothing is read of the others.
       cancel: part of the total that subtraction may lose. up: factor that masses and units are rounded by.
+        Both have to cover exponentials that are wrong by up to 1.1e-5, the difference under them included.
 
     Raises:
       NotImplementedError: for a number of pages that 128 does not divide, or whose sums are longer than _SUM allows.

@@ -57,7 +57,6 @@ class Plan:
     """Everything static about one launch."""
 
     unit: UnitShape
-    config: SketchScoreConfig
     groups: int
     heads: int  # of a thread block
     heads_of_stage: int
@@ -137,7 +136,6 @@ def plan_launch(q, max_blocks: int, page_size: int, bound: Bound, config: Sketch
     few = -(-most // splits) * (heads // heads_of_stage) < _FEW_STAGES
     plan = Plan(
         unit=UnitShape(head_dim=dim, group=group, page_size=page_size, bound=bound, together=config.together),
-        config=config,
         groups=config.groups or (3 if few and config.stages is None else _GROUPS),
         heads=heads,
         heads_of_stage=heads_of_stage,

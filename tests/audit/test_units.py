@@ -169,6 +169,8 @@ def test_the_denominator_is_never_above_the_mass_outside_the_unit():
     rest = f64(log_denominator(jnp.asarray(log_lower), jnp.asarray(total)))
     exact = np.log(np.maximum(1 + lower.sum(1, keepdims=True) - lower, 1))
     assert (rest <= exact * (1 + 2.0**-23)).all() and (rest >= 0).all()  # but for the last place of the logarithm
+    whole = 1 + lower.sum(1, keepdims=True)
+    assert (rest >= np.log(np.maximum(whole - lower - 2.5 * (UP - 1) * whole, 1)) - 1e-6).all()  # nor far below it
     plain = np.abs(total - lower) > 1e-2 * total  # the subtraction may lose 2e-5 of the total
     np.testing.assert_allclose(rest[plain], exact[plain], atol=5e-3)
 

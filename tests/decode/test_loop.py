@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models import decoder, registry
-from skg_jax.decode import Program, Rows, decode_loop
+from skg_jax.decode import Program, Rows, decode_loop, empty_log
 from skg_jax.guard import Verdict
 from skg_jax.guard.policy import init as guard_init
 from skg_jax.kv import cache as kv
@@ -163,6 +163,22 @@ def test_a_second_request_of_the_same_shape_compiles_nothing(mixed, caplog):
     assert not [m for m in compiled if "decode_loop" in m]
     jitted: Any = decode_loop  # the number of its programs is no part of jax's declared interface
     assert jitted._cache_size() <= 2  # guarded and dense
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_rows_and_a_log_that_is_given_back_keep_their_memory(mixed, given):
+    """Control: without it a new log lies elsewhere, and the old one lives on."""
+    del mixed  # compiled the program
+    places = lambda tree: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+    asked = tiny.requests(PROMPTS, STEPS, [1e3, 0.2, 1e-9])
+    cache, rows = tiny.start(PROMPTS, asked)
+    log = empty_log(tiny.PROGRAM.attempts_per_dispatch, len(PROMPTS))
+    for _ in range(2):
+        old, before = log, (places(rows), places(log))
+        cache, rows, log = decode_loop(tiny.params(), cache, asked, rows, old if given else None, program=tiny.PROGRAM)
+        assert places(rows) == before[0]
+        assert (places(log) == before[1]) == given
+        assert old.token.is_deleted() == given
 
 
 def test_temporaries_stay_under_a_twentieth_of_the_cache():
