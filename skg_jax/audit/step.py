@@ -70,10 +70,12 @@ def run(
     def part(state):
         """As many draws as the first round has; later rounds are several of these."""
         drawn, law = draw(key, pop, order, state.parts, state.offset, size)
-        slots = (jnp.arange(size) < jnp.ceil(config.rate * pop.count)[:, None]) & (law > 0)
+        reads = read_units(drawn, evidence, cache, weights.omega, config, implementation)
+        slack = jnp.maximum(jnp.take_along_axis(pop.upper, drawn, axis=1) - reads.x, 0)  # a fused rounding may pass 0
         # Made before they are counted: fused into sums over few rows they would take a GPU ten times as long.
-        reads = jax.lax.optimization_barrier(read_units(drawn, evidence, cache, weights.omega, config, implementation))
-        state = _absorb(state, pop, drawn, law, slots & ~state.done[:, None], reads, config)
+        law, slack, reads = jax.lax.optimization_barrier((law, slack, reads))
+        slots = (jnp.arange(size) < jnp.ceil(config.rate * pop.count)[:, None]) & (law > 0)
+        state = _absorb(state, pop, drawn, law, slots & ~state.done[:, None], slack, reads, config)
         return _judge(state, pop, limit, jnp.any(state.parts == ends), kw_config)
 
     def going(state):  # the first round is always read: it is where broken bounds and corrupt keys show
@@ -121,9 +123,8 @@ def _start(pop: Population, config: kw.KWConfig) -> _Run:
     )
 
 
-def _absorb(state: _Run, pop: Population, drawn, law, valid, reads: UnitReads, config: AuditConfig) -> _Run:
+def _absorb(state: _Run, pop: Population, drawn, law, valid, slack, reads: UnitReads, config: AuditConfig) -> _Run:
     """Continue every row's process with the units of one part."""
-    slack = jnp.maximum(jnp.take_along_axis(pop.upper, drawn, axis=1) - reads.x, 0)  # a fused rounding may pass 0
     at = jnp.where(valid, state.offset[:, None] + jnp.cumsum(valid, axis=1) - 1, state.index.shape[1])
     put = lambda whole, part: jax.vmap(lambda w, p, i: w.at[i].set(p, mode="drop"))(whole, part, at)
     index, slacks, seen = put(state.index, drawn), put(state.slack, slack), put(state.valid, valid)

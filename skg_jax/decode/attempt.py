@@ -16,6 +16,7 @@ from models import decoder
 from skg_jax import audit, sampling
 from skg_jax.audit import AuditReport, StepEvidence
 from skg_jax.decode import layers
+from skg_jax.decode.packing import pack, unpack
 from skg_jax.decode.state import AUDIT_STREAM, NO_TOKEN, SAMPLE_STREAM, Program, Requests, Rows, StepInfo, stream
 from skg_jax.guard import policy as guard
 from skg_jax.kv import cache as kv
@@ -109,8 +110,10 @@ def _attend(params, cache, requests, rows, program: Program) -> Attention:
     if program.mode == "sparse":
         return sparse(cache)
     exact = rows.done | (rows.tier >= requests.policy.budgets.shape[1] - 1)
-    branches = [sparse, lambda cache: _exact_step(params, cache, rows, program)]
-    return jax.lax.switch(jnp.all(exact).astype(jnp.int32), branches, cache)
+    packed = lambda got: (got.hidden, got.cache, pack(got[2:]))
+    branches = [lambda cache: packed(sparse(cache)), lambda cache: packed(_exact_step(params, cache, rows, program))]
+    hidden, cache, numbers = jax.lax.switch(jnp.all(exact).astype(jnp.int32), branches, cache)
+    return Attention(hidden, cache, *unpack(numbers, (_no_report(rows), rows.tier, rows.tier)))
 
 
 def _exact_step(params, cache, rows: Rows, program: Program) -> Attention:

@@ -153,13 +153,12 @@ def _chain(warp: Warp, rows, columns):
 
 
 def _grid(warp: Warp, shape: UnitShape, weights) -> _Grid:
-    t, centre = warp.lane & 3, warp.word(_CENTRE)
-    if shape.bound == "group":  # w w^T has the squares on its diagonal
-        columns = _by_pairs(weights)
-        out = _chain(warp, [[a, centre, b, centre] for a, b in columns], columns)
-        square = [warp.shuffle(out[i], t * 9 + 4 * i) for i in range(2)]
-        return _Grid(out[2:], [warp.sqrt(x) for x in square])
+    t = warp.lane & 3
     of_columns = lambda total, first: [warp.shuffle(total, first + 4 * i) for i in range(2)]
+    if shape.bound == "group":
+        start = of_columns(_sum_of_rows(warp, weights, None), t * 8)
+        diagonal = enumerate(_squares(warp, weights))
+        return _Grid(start, [warp.sqrt(warp.shuffle(x, t * 9 + 4 * i)) for i, x in diagonal])
     everywhere = warp.word(0x7FFF7FFF)
     if shape.bound == "none":
         return _Grid(of_columns(_sum_of_rows(warp, weights, None), t * 8), [])
@@ -178,6 +177,13 @@ def _sum_of_rows(warp: Warp, weights, mask) -> Value:
     rows = [[masked(chunk[i]) for i in (0, 2, 1, 3)] for chunk in weights]
     out = _chain(warp, rows, [[warp.word(_CENTRE)] * 2] * len(rows))
     return out[0] + out[2]
+
+
+def _squares(warp: Warp, weights) -> list[Value]:
+    """Entries of w w^T in both columns of the lane; in row g, its diagonal where g is the column."""
+    rows = [[chunk[i] for i in (0, 2, 1, 3)] for chunk in weights]
+    first, second = (_chain(warp, rows, [chunk[i : i + 2] for chunk in weights]) for i in (0, 2))
+    return [first[i] + second[2 + i] for i in range(2)]
 
 
 def _tiles(warp: Warp, shape: UnitShape, weights, start, tiles):

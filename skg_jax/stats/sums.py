@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 ROWS, LONG = 32, 256
+RUN = 32  # terms that one thread of a GPU adds up
+_FOLDS_OF_RUN = RUN.bit_length() - 1
 OUTWARD = 4e-6  # above the relative error of `outward_sum` in float32 up to 2**28 terms: 31 + 23 + 1 roundings
 
 
@@ -20,12 +22,23 @@ def on_cpu() -> bool:
 
 def tree_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch"]:
     """Sum over the last axis by folding halves, in the dtype of x; 0 for an empty axis."""
-    size = 1 << max(0, x.shape[-1] - 1).bit_length()
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
-    while size > 1:
-        size //= 2
-        x = x[..., :size] + x[..., size:]
+    folds = max(0, x.shape[-1] - 1).bit_length()
+    x = _padded(x, 1 << folds)
+    for left in reversed(range(folds)):
+        x = x[..., : 1 << left] + x[..., 1 << left :]
+        if (folds - left) % _FOLDS_OF_RUN == 0:
+            x = _made(x)
     return x[..., 0]
+
+
+def _padded(x: Float[Array, "*batch U"], size: int) -> Float[Array, "*batch {size}"]:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
+def _made(x: Array) -> Array:
+    """Written down before it is used: else XLA makes one launch of many sums, a thread of which adds up all its terms
+    by itself, one after the other."""
+    return x if on_cpu() else jax.lax.optimization_barrier(x)
 
 
 def outward_sum(x: Float[Array, "*batch U"], way: int) -> Float[Array, "*batch"]:
@@ -46,7 +59,12 @@ def outward_sum(x: Float[Array, "*batch U"], way: int) -> Float[Array, "*batch"]
 
 def prefix_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch U"]:
     """Inclusive prefix sum over the last axis, log-depth (`jnp.cumsum` is serial on CPU)."""
-    return jax.lax.associative_scan(jnp.add, x, axis=x.ndim - 1)
+    size = x.shape[-1]
+    if on_cpu() or size <= RUN:
+        return jax.lax.associative_scan(jnp.add, x, axis=x.ndim - 1)
+    runs = -(-size // RUN)
+    within = _made(prefix_sum(_padded(x, runs * RUN).reshape(*x.shape[:-1], runs, RUN)))
+    return (exclusive_prefix(within[..., -1])[..., None] + within).reshape(*x.shape[:-1], -1)[..., :size]
 
 
 def exclusive_prefix(x: Float[Array, "*batch U"]) -> Float[Array, "*batch U"]:

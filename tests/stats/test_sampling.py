@@ -16,18 +16,27 @@ DRAWS = 100_000
 UINT32 = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 97])
-def test_sums_equal_exact_integers(n):
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def jitted(request, monkeypatch):
+    """jax.jit, compiling either form anew."""
+    monkeypatch.setattr(sums, "on_cpu", lambda: request.param == "as on a CPU")
+    return lambda f: jax.jit(lambda x: f(x))
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 32, 97, 1025, 2111])
+def test_sums_equal_exact_integers(jitted, n):
     x = np.random.default_rng(n).integers(-99, 99, (3, n)).astype(np.float32)
-    np.testing.assert_array_equal(jax.jit(sums.tree_sum)(x), x.sum(1))
-    np.testing.assert_array_equal(jax.jit(sums.prefix_sum)(x), x.cumsum(1))
-    np.testing.assert_array_equal(jax.jit(sums.exclusive_prefix)(x), x.cumsum(1) - x)
+    np.testing.assert_array_equal(jitted(sums.tree_sum)(x), x.sum(1))
+    np.testing.assert_array_equal(jitted(sums.prefix_sum)(x), x.cumsum(1))
+    np.testing.assert_array_equal(jitted(jax.vmap(sums.prefix_sum))(x), x.cumsum(1))
+    np.testing.assert_array_equal(jitted(sums.exclusive_prefix)(x), x.cumsum(1) - x)
 
 
-def test_sums_stay_accurate_at_a_million_terms():
+def test_sums_stay_accurate_at_a_million_terms(jitted):
     x = np.random.default_rng(0).random(1_000_003).astype(np.float32)
     exact = x.astype(np.float64).sum()
-    assert abs(float(jax.jit(sums.tree_sum)(x)) / exact - 1) < 1e-6
+    assert abs(float(jitted(sums.tree_sum)(x)) / exact - 1) < 1e-6
+    np.testing.assert_allclose(jitted(sums.prefix_sum)(x), x.astype(np.float64).cumsum(), rtol=2e-6)
     assert abs(float(functools.reduce(np.add, x, np.float32(0))) / exact - 1) > 1e-6  # what a serial loop does
 
 
