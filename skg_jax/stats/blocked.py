@@ -104,13 +104,13 @@ def log_wealth(state: kw.KWState, cap: RealLike, m: RealLike, eta: RealLike, con
     remaining = cap - m - state.spent
     room = jnp.maximum(remaining, 0) + eta
     v = jnp.where(valid & (room > 0), jnp.minimum(state.y / jnp.where(room > 0, room, 1), MOST), 0)
-    dead = _blocks(valid & (remaining < -eta), False).any(1)
+    excluded = (valid & (remaining < -eta)).any()
     v, valid = _blocks(v, 0.0), _blocks(valid, False)
     logs = jnp.stack([_log_products(v, valid, beta) for beta in config.betas])
     weights = jnp.log(jnp.asarray(config.weights, dtype))[:, None]
     path = jax.scipy.special.logsumexp(prefix_sum(logs) + weights, axis=0)
-    path = jnp.where(jax.lax.cummax(dead.astype(jnp.int32)) > 0, jnp.inf, path)
-    return jnp.max(path - kw.LOG_ERROR * DRAWS * jnp.arange(1, path.size + 1, dtype=dtype), initial=0)
+    peak = jnp.max(path - kw.LOG_ERROR * DRAWS * jnp.arange(1, path.size + 1, dtype=dtype), initial=0)
+    return jnp.where(excluded, jnp.inf, peak)
 
 
 def _log_products(v: Float[Array, "blocks draws"], valid: Bool[Array, "blocks draws"], beta: float):

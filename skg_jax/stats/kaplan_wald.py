@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from skg_jax.stats._types import BoolLike, Info, RealLike, refuse
-from skg_jax.stats.sums import exclusive_prefix, prefix_sum, tree_sum
+from skg_jax.stats.sums import exclusive_prefix, materialized, prefix_sum, tree_sum
 
 GUARD = 2e-5  # on the remaining slack, relative to the cap; without it float32 loses coverage near exhaustion
 MASS_GUARD = 2e-6  # the probability mass still unread is rounded down by this
@@ -220,6 +220,7 @@ def update_batch(state: KWState, observation: Observation) -> tuple[KWState, Inf
     y = jnp.where(probs > 0, _positive(slacks, valid) / jnp.maximum(probs, TINY), 0)
     spent = _positive(jnp.broadcast_to(removed.astype(dtype), slacks.shape), valid)
     slot = jnp.where(valid, state.count + jnp.cumsum(valid) - 1, capacity)
+    y, spent = materialized((y, spent))
     after = KWState(
         state.y.at[slot].set(jnp.minimum(y, HUGE).astype(dtype), mode="drop"),
         state.spent.at[slot].set(spent, mode="drop"),
@@ -233,11 +234,14 @@ def update_batch(state: KWState, observation: Observation) -> tuple[KWState, Inf
 
 def _impossible(observation: Observation) -> Bool[Array, ""]:
     slacks, probs, valid, removed, known = observation
-    slack = refuse(valid & ~((slacks >= 0) & (slacks < jnp.inf)), "slack", slacks, SLACK_RULE)
-    prob = refuse(valid & ~((probs >= 0) & (probs <= UP)), "prob", probs, "the probability of a draw lies in [0, 1]")
-    spent = refuse(valid & ~((removed >= 0) & (removed < jnp.inf)), "removed", removed, "slack read is not negative")
+    slack = valid & ~((slacks >= 0) & (slacks < jnp.inf))
+    prob = valid & ~((probs >= 0) & (probs <= UP))
+    spent = valid & ~((removed >= 0) & (removed < jnp.inf))
+    refuse(slack, "slack", slacks, SLACK_RULE)
+    refuse(prob, "prob", probs, "the probability of a draw lies in [0, 1]")
+    refuse(spent, "removed", removed, "slack read is not negative")
     total = refuse(~(known < jnp.inf), "distinct_known", known, "the slack of units that were read is finite")
-    return slack | prob | spent | total
+    return jnp.any(materialized(slack | prob | spent)) | total
 
 
 def _positive(x: Float[Array, "n"], valid: Bool[Array, "n"]) -> Float[Array, "n"]:

@@ -20,6 +20,14 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def materialized(x):
+    """An array, or a tree of them, written down before it is used.
+
+    Else a GPU makes one launch of many sums, a thread of which adds up all its terms by itself, one after the other.
+    """
+    return x if on_cpu() else jax.lax.optimization_barrier(x)
+
+
 def tree_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch"]:
     """Sum over the last axis by folding halves, in the dtype of x; 0 for an empty axis."""
     folds = max(0, x.shape[-1] - 1).bit_length()
@@ -27,18 +35,12 @@ def tree_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch"]:
     for left in reversed(range(folds)):
         x = x[..., : 1 << left] + x[..., 1 << left :]
         if (folds - left) % _FOLDS_OF_RUN == 0:
-            x = _made(x)
+            x = materialized(x)
     return x[..., 0]
 
 
 def _padded(x: Float[Array, "*batch U"], size: int) -> Float[Array, "*batch {size}"]:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
-
-
-def _made(x: Array) -> Array:
-    """Written down before it is used: else XLA makes one launch of many sums, a thread of which adds up all its terms
-    by itself, one after the other."""
-    return x if on_cpu() else jax.lax.optimization_barrier(x)
 
 
 def outward_sum(x: Float[Array, "*batch U"], way: int) -> Float[Array, "*batch"]:
@@ -63,7 +65,7 @@ def prefix_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch U"]:
     if on_cpu() or size <= RUN:
         return jax.lax.associative_scan(jnp.add, x, axis=x.ndim - 1)
     runs = -(-size // RUN)
-    within = _made(prefix_sum(_padded(x, runs * RUN).reshape(*x.shape[:-1], runs, RUN)))
+    within = materialized(prefix_sum(_padded(x, runs * RUN).reshape(*x.shape[:-1], runs, RUN)))
     return (exclusive_prefix(within[..., -1])[..., None] + within).reshape(*x.shape[:-1], -1)[..., :size]
 
 
