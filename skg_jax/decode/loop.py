@@ -65,7 +65,7 @@ def decode_loop(
     """Attempts until all rows are done, a block is full, or the dispatch is used up; then full blocks are sealed.
 
     Cache, rows and log are donated. `log` is that of the last dispatch, fetched before, and given for its memory alone:
-    where buffers have moved between dispatches, XLA writes the loop's CUDA graph anew while the GPU waits (docs/adr/0012).
+    where buffers have moved between dispatches, XLA writes the loop's CUDA graph anew while the GPU waits (ADR 0012).
 
     Returns: cache, rows, and a log of `program.attempts_per_dispatch` lines (those not reached are inactive).
     """

@@ -1,4 +1,4 @@
-"""Few numbers of every row, as one array: a switch on a GPU copies each of its results by itself, a microsecond each."""
+"""Few numbers of every row as one array: a switch on a GPU copies each of its results by itself, in a microsecond."""
 
 from __future__ import annotations
 

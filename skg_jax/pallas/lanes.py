@@ -16,15 +16,30 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
-WARPGROUP = 128
-WARP = 32
+from skg_jax.pallas.lane_code import (
+    WARP,
+    WARPGROUP,
+    as_array,
+    as_same,
+    asm,
+    const,
+    i32,
+    lane_and_warp,
+    load_words,
+    one_of,
+    scalar,
+    scalars,
+    signed,
+    tree,
+    warp_number,
+)  # fmt: skip
+from skg_jax.pallas.radix import Cut, Radix, Window
+
 TOGETHER = 4  # arrays that one barrier can serve
 _HELD = 64  # registers of arrays that are reduced together
 SLOTS = 3 + 2 * TOGETHER  # of shared memory: two for code in a line, as wide as that, two for loops, one for the list
@@ -40,12 +55,13 @@ class Lanes:
     Args:
       warpgroups: of 128 lanes in the block.
       registers: pages that one lane holds.
-      scratch: int32 [SLOTS, 4 * warpgroups] in shared memory.
+      scratch: int32 [SLOTS, 4 * warpgroups] in shared memory. bins: see `Radix`.
     """
 
     warpgroups: int
     registers: int
     scratch: jax.Ref
+    bins: jax.Ref
     _turn: int = 0
 
     @property
@@ -101,7 +117,19 @@ class Lanes:
         run = functools.partial(_reduce, op=op, warps=4 * self.warpgroups)
         args = (_REF, _SCALAR, *[self._layout] * len(xs))
         found = plgpu.inline_mgpu(arg_types=args, return_type=kinds)(run)(self.scratch, slot, *xs)
-        return [_one_of(x) for x in found]
+        return [one_of(x) for x in found]
+
+    @property
+    def _radix(self) -> Radix:
+        return Radix(warpgroups=self.warpgroups, bins=self.bins, layout=self._layout)
+
+    def clear(self) -> None:
+        """Empty all bins; before the first reduction, and that before the first `cut`."""
+        self._radix.clear()
+
+    def cut(self, key, weights: list, window: Window, above, limit, turn) -> Cut:
+        """See `Radix.cut`."""
+        return self._radix.cut(key, weights, window, above, limit, turn)
 
     def write(self, read, ids_gmem, mask_gmem, at: tuple):
         """Store row `at` of the list of pages with read != 0, ascending, and of the mask. Returns how many there are.
@@ -111,7 +139,7 @@ class Lanes:
         run = functools.partial(_write, warps=4 * self.warpgroups, slot=SLOTS - 1)
         kind = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, _SAME)
         call = plgpu.inline_mgpu(arg_types=(self._layout, _REF, _REF, _SCALAR, _REF), return_type=kind)(run)
-        return _one_of(call(read, ids_gmem, mask_gmem, _row_number(ids_gmem, at), self.scratch))
+        return one_of(call(read, ids_gmem, mask_gmem, _row_number(ids_gmem, at), self.scratch))
 
 
 def _row_number(array, at: tuple):
@@ -119,84 +147,31 @@ def _row_number(array, at: tuple):
     return functools.reduce(lambda row, place: row * place[0] + place[1], zip(array.shape, at, strict=False), 0)
 
 
-def _one_of(same):
-    """The one value of an array: MLIR code cannot return a scalar. Costs nothing."""
-    return jnp.max(same)
-
-
-def _i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def _const(value: int):
-    return utils.c(value, _i32())
-
-
-def _asm(text: str, constraints: str, *args, pure: bool = True):
-    return llvm.inline_asm(_i32(), list(args), text, constraints, has_side_effects=not pure)
-
-
-def _lane_and_warp():
-    thread = utils.thread_idx()
-    return arith.andi(thread, _const(WARP - 1)), _warp()
-
-
-def _warp():
-    """Number of the warp. Not broadcast over the warp: that takes longer than it saves."""
-    return utils.warp_idx(sync=False)
-
-
 def _pages(count: int):
     """Page of each register of this lane."""
-    lane, warp = _lane_and_warp()
-    first = arith.addi(arith.muli(warp, _const(WARP * count)), lane)
-    return [arith.addi(first, _const(WARP * i)) for i in range(count)]
-
-
-def _scalars(array):
-    """Registers of an array as plain values."""
-    at = ir.DenseI64ArrayAttr.get([0])
-    return [vector.extract(r, dynamic_position=[], static_position=at) for r in array.registers.flat]
-
-
-def _as_array(values, signed: bool | None):
-    registers = np.empty(len(values), object)
-    registers[:] = [vector.broadcast(ir.VectorType.get((1,), v.type), v) for v in values]
-    layout = mgpu.WGStridedFragLayout((WARPGROUP * len(values),), 1)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
-
-
-def _as_same(value, signed: bool | None):
-    layout = mgpu.WGSplatFragLayout((WARPGROUP,))
-    return mgpu.FragmentedArray(_registers=np.array(value, object), _layout=layout, _is_signed=signed)
-
-
-def _signed(kind) -> bool | None:
-    return True if isinstance(kind, ir.IntegerType) else None
-
-
-def _scalar(x):
-    return x.registers.item() if hasattr(x, "registers") else x
+    lane, warp = lane_and_warp()
+    first = arith.addi(arith.muli(warp, const(WARP * count)), lane)
+    return [arith.addi(first, const(WARP * i)) for i in range(count)]
 
 
 def _ids(ctx, *, count: int):
-    return _as_array(_pages(count), True)
+    return as_array(_pages(count), True)
 
 
 def _load(ctx, array, row, used, *, count: int):
     kind, start = _row(array, row)
-    last = arith.maxsi(arith.subi(_scalar(used), _const(1)), _const(0))
+    last = arith.maxsi(arith.subi(scalar(used), const(1)), const(0))
     at = [utils.getelementptr(start, [arith.minsi(page, last)], kind) for page in _pages(count)]
     values = [llvm.load(kind, p) for p in at]
     if utils.bitwidth(kind) < 32:
-        values = [arith.extui(_i32(), v) for v in values]
-    return _as_array(values, _signed(kind))
+        values = [arith.extui(i32(), v) for v in values]
+    return as_array(values, signed(kind))
 
 
 def _row(array, row):
     """Type and address of a row's first element; taken from the whole array, for a slice of bool starts in bits."""
     kind = _stored(ir.MemRefType(array.type).element_type)
-    first = arith.muli(_scalar(row), _const(ir.MemRefType(array.type).shape[-1]))
+    first = arith.muli(scalar(row), const(ir.MemRefType(array.type).shape[-1]))
     return kind, utils.getelementptr(utils.memref_ptr(array), [first], kind)
 
 
@@ -212,17 +187,9 @@ def _combine(op: str, kind):
     return arith.addi if isinstance(kind, ir.IntegerType) else arith.addf
 
 
-def _tree(values, combine):
-    """Reduce a list pairwise: a fixed order, and short chains."""
-    while len(values) > 1:
-        pairs = [combine(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
-        values = pairs + values[len(values) // 2 * 2 :]
-    return values[0]
-
-
 def _over_warp(x, combine):
     if combine is arith.addi:
-        return utils.redux(x, _const(-1), utils.ReductionKind.ADD)
+        return utils.redux(x, const(-1), utils.ReductionKind.ADD)
     for distance in (16, 8, 4, 2, 1):
         x = combine(x, utils.shfl_bfly(x, distance))
     return x
@@ -230,63 +197,54 @@ def _over_warp(x, combine):
 
 def _exchange(xs: list, scratch, slot, warps: int) -> list[list]:
     """Values of each warp, known to every lane: xs[k] in slot + k. One block barrier."""
-    base = utils.getelementptr(utils.memref_ptr(scratch), [arith.muli(slot, _const(warps))], _i32())
-    own = utils.getelementptr(base, [_warp()], _i32())
+    base = utils.getelementptr(utils.memref_ptr(scratch), [arith.muli(slot, const(warps))], i32())
+    own = utils.getelementptr(base, [warp_number()], i32())
     for k, x in enumerate(xs):
         # every lane of the warp stores the same
-        llvm.store(utils.bitcast(x, _i32()), utils.getelementptr(own, [warps * k], _i32()))
+        llvm.store(utils.bitcast(x, i32()), utils.getelementptr(own, [warps * k], i32()))
     gpu.barrier()
-    return [[utils.bitcast(w, x.type) for w in _words(base, warps * k, warps)] for k, x in enumerate(xs)]
-
-
-def _words(base, first: int, count: int) -> list:
-    words = []
-    for i in range(first, first + count, 4):
-        quad = llvm.load(ir.VectorType.get((4,), _i32()), utils.getelementptr(base, [i], _i32()), alignment=16)
-        at = [ir.DenseI64ArrayAttr.get([j]) for j in range(4)]
-        words += [vector.extract(quad, dynamic_position=[], static_position=j) for j in at]
-    return words
+    return [[utils.bitcast(w, x.type) for w in load_words(base, warps * k, warps)] for k, x in enumerate(xs)]
 
 
 def _reduce(ctx, scratch, slot, *xs, op: str, warps: int):
-    values = [_scalars(x) for x in xs]
+    values = [scalars(x) for x in xs]
     combine = _combine(op, values[0][0].type)
-    of_warp = [_over_warp(_tree(own, combine), combine) for own in values]
-    totals = [_tree(own, combine) for own in _exchange(of_warp, scratch, _scalar(slot), warps)]
-    return [_as_same(total, _signed(total.type)) for total in totals]
+    of_warp = [_over_warp(tree(own, combine), combine) for own in values]
+    totals = [tree(own, combine) for own in _exchange(of_warp, scratch, scalar(slot), warps)]
+    return [as_same(total, signed(total.type)) for total in totals]
 
 
 def _write(ctx, read, ids_gmem, mask_gmem, row, scratch, *, warps: int, slot: int):
-    flags, pages = _scalars(read), ir.MemRefType(ids_gmem.type).shape[-1]
+    flags, pages = scalars(read), ir.MemRefType(ids_gmem.type).shape[-1]
     (_, ids), (_, mask) = _row(ids_gmem, row), _row(mask_gmem, row)
     vote = "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
-    ballots = [_asm(vote, "=r,r", flag, pure=False) for flag in flags]
-    counts = [_asm("popc.b32 $0, $1;", "=r,r", b) for b in ballots]
-    (by_warp,) = _exchange([_tree(counts, arith.addi)], scratch, _const(slot), warps)
-    total = _tree(by_warp, arith.addi)
+    ballots = [asm(vote, "=r,r", flag, pure=False) for flag in flags]
+    counts = [asm("popc.b32 $0, $1;", "=r,r", b) for b in ballots]
+    (by_warp,) = _exchange([tree(counts, arith.addi)], scratch, const(slot), warps)
+    total = tree(by_warp, arith.addi)
     ahead = _before(by_warp)  # pages read before the run of this warp
-    below = _asm("mov.u32 $0, %lanemask_lt;", "=r")
+    below = asm("mov.u32 $0, %lanemask_lt;", "=r")
     for page, flag, ballot, count in zip(_pages(len(flags)), flags, ballots, counts, strict=True):
-        rank = arith.addi(ahead, _asm("popc.b32 $0, $1;", "=r,r", arith.andi(ballot, below)))
+        rank = arith.addi(ahead, asm("popc.b32 $0, $1;", "=r,r", arith.andi(ballot, below)))
         _put(page, flag, rank, total, ids, mask, pages)
         ahead = arith.addi(ahead, count)
-    return _as_same(total, True)
+    return as_same(total, True)
 
 
 def _before(by_warp):
-    warp = _warp()
-    earlier = [arith.cmpi(arith.CmpIPredicate.ult, _const(w), warp) for w in range(len(by_warp))]
-    return _tree([arith.select(e, n, _const(0)) for e, n in zip(earlier, by_warp, strict=True)], arith.addi)
+    warp = warp_number()
+    earlier = [arith.cmpi(arith.CmpIPredicate.ult, const(w), warp) for w in range(len(by_warp))]
+    return tree([arith.select(e, n, const(0)) for e, n in zip(earlier, by_warp, strict=True)], arith.addi)
 
 
 def _put(page, flag, rank, total, ids, mask, pages: int):
     """Store one page: a page read goes to its rank, another behind them all."""
     i8 = ir.IntegerType.get_signless(8)
-    is_read = arith.cmpi(arith.CmpIPredicate.ne, flag, _const(0))
+    is_read = arith.cmpi(arith.CmpIPredicate.ne, flag, const(0))
     behind = arith.subi(arith.addi(total, page), rank)
-    inside = arith.cmpi(arith.CmpIPredicate.slt, page, _const(pages))
+    inside = arith.cmpi(arith.CmpIPredicate.slt, page, const(pages))
     with ir.InsertionPoint(scf.IfOp(inside, [], has_else=False).then_block):
-        at = utils.getelementptr(ids, [arith.select(is_read, rank, behind)], _i32())
-        llvm.store(arith.select(is_read, page, _const(pages - 1)), at)
+        at = utils.getelementptr(ids, [arith.select(is_read, rank, behind)], i32())
+        llvm.store(arith.select(is_read, page, const(pages - 1)), at)
         llvm.store(arith.extui(i8, is_read), utils.getelementptr(mask, [page], i8))
         scf.yield_([])

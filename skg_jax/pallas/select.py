@@ -2,10 +2,10 @@
 
 One block per sequence and KV head. Its lanes hold all pages of the row in registers, and nothing is sorted: a page is
 read if the weight of the pages ahead of it stays below a limit. With weight 1 and limit n these are the n best pages,
-with the share as weight and limit p the fewest that hold p. The share of the last page read is found by bisection on
+with the share as weight and limit p the fewest that hold p. The share of the last page read is found digit by digit of
 its bits (float32 numbers >= 0 order like integers), the last of its ties by bisection on the page id.
 
-What a lane does by itself, Pallas has no words for: `lanes.py`. In interpret mode plain jnp stands in for it.
+Pallas has no words for what a lane does by itself: `lanes.py`, `radix.py`. In interpret mode plain jnp stands in.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from skg_jax.pallas import dispatch, smem
-from skg_jax.pallas.lanes import SLOTS, TOGETHER, WARPGROUP, Lanes
+from skg_jax.pallas import dispatch, radix, smem
+from skg_jax.pallas.lane_code import WARPGROUP
+from skg_jax.pallas.lanes import SLOTS, TOGETHER, Lanes
+from skg_jax.pallas.radix import Cut, Window
 
 LOG_FLOOR = -64.0  # pages this far below a head's best have no share: no denormal numbers
 WHOLE = 2**30  # a share of one, where shares are added: as integers every order gives the same sum
 _MOST_REGISTERS = 32  # pages that one lane can hold beside everything else
-_HIGHEST_BIT = 29  # shares are at most 1, and 2.0 is the first number with bit 30
+_KEY_BITS = 30  # shares are at most 1, and 2.0 is the first number with bit 30
 
 type By = Literal["count", "share"]
 type Lists = tuple[Int[Array, "B K M"], Int[Array, "B K"], UInt8[Array, "B K M"]]
@@ -56,9 +58,13 @@ class SelectConfig:
         """Pages that each lane holds."""
         return math.ceil(pages / (WARPGROUP * self.warpgroups))
 
+    def scratch(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the allocations in shared memory, of int32."""
+        return {"partial results": (SLOTS, 4 * self.warpgroups), "bins": (radix.TURNS, radix.BINS)}
+
     def shared_memory(self) -> dict[str, int]:
         """Bytes of each allocation."""
-        return {"partial results": smem.nbytes((SLOTS, 4 * self.warpgroups), jnp.int32)}
+        return {name: smem.nbytes(shape, jnp.int32) for name, shape in self.scratch().items()}
 
 
 def topk(
@@ -122,7 +128,7 @@ def _launch(estimate, must_read, total_pages, budget, by: By, config: SelectConf
     return plgpu.kernel(
         body,
         out_type=(row, jax.ShapeDtypeStruct(row.shape[:2], jnp.int32), jax.ShapeDtypeStruct(row.shape, jnp.uint8)),
-        scratch_types=(plgpu.SMEM((SLOTS, 4 * config.warpgroups), jnp.int32),),
+        scratch_types=tuple(plgpu.SMEM(shape, jnp.int32) for shape in config.scratch().values()),
         grid=(batch, kv_heads),
         grid_names=("b", "k"),
         num_threads=config.warpgroups if params is None else 1,
@@ -143,7 +149,7 @@ def _check(estimate, config: SelectConfig) -> None:
 
 
 def _kernel(
-    estimate_gmem, must_gmem, total_gmem, budget_gmem, ids_gmem, count_gmem, mask_gmem, scratch, *, by: By, config
+    estimate_gmem, must_gmem, total_gmem, budget_gmem, ids_gmem, count_gmem, mask_gmem, scratch, bins, *, by: By, config
 ):
     b, k = lax.axis_index("b"), lax.axis_index("k")
     groups, pages = estimate_gmem.shape[2:]
@@ -151,7 +157,8 @@ def _kernel(
     if config is None:
         lanes = _Interpreted(pages=pages)
     else:
-        lanes = Lanes(warpgroups=config.warpgroups, registers=config.registers(pages), scratch=scratch)
+        lanes = Lanes(warpgroups=config.warpgroups, registers=config.registers(pages), scratch=scratch, bins=bins)
+    lanes.clear()
     ids = lanes.ids()
     used = ids < used_pages
     flag = lanes.load(must_gmem, (b,), used_pages, jnp.int32)
@@ -197,7 +204,7 @@ def _ceil(x):
 def _first(share, weight, candidate, forced_weight, limit, ids, lanes, by: By):
     """The candidates, by descending share and ascending id, with less than `limit` ahead of them."""
     key = jnp.where(candidate, lax.bitcast_convert_type(share, jnp.int32), -1)
-    last, above, exact = _last_key(key, weight, forced_weight, limit, lanes)
+    last, above, exact = _last_key(key, weight, forced_weight, limit, lanes, by)
     tied = key == last
     ties = lanes.sum(jnp.where(tied, 1, 0))
     each = 1 if by == "count" else lax.div(lanes.sum(jnp.where(tied, weight, 0)), jnp.maximum(ties, 1))
@@ -205,22 +212,25 @@ def _first(share, weight, candidate, forced_weight, limit, ids, lanes, by: By):
     return (key > last) | (tied & (ids <= _tie_cut(tied, room, ties, ids, lanes)))
 
 
-def _last_key(key, weight, forced_weight, limit, lanes):
+def _last_key(key, weight, forced_weight, limit, lanes, by: By):
     """The smallest key with less than `limit` in larger keys, what these hold, and whether the rest is exact.
 
-    Bit by bit: the answer has a bit if the keys from there on hold the limit already. It is exact where they hold
-    just the limit: all of them are read, and nothing remains to be decided.
+    Digit by digit, from the highest. It is exact where the keys from a bin on hold just the limit: all of them are
+    read, and nothing remains to be decided.
     """
 
     def step(carry):
-        bit, last, above, _ = carry
-        trial = last | lax.shift_left(jnp.int32(1), bit)
-        held = forced_weight + lanes.sum(jnp.where(key >= trial, weight, 0), loop=bit)
-        enough = held >= limit
-        return bit - 1, jnp.where(enough, trial, last), jnp.where(enough, above, held), jnp.where(held == limit, 1, 0)
+        turn, low, above, _ = carry
+        left = _KEY_BITS - radix.BITS * turn
+        shift = jnp.maximum(left - radix.BITS, 0)
+        window = Window(low, lax.shift_left(jnp.int32(1), left), shift)
+        cut = lanes.cut(key, [] if by == "count" else [weight], window, above, limit, turn)
+        return turn + 1, low + lax.shift_left(cut.bin, shift), cut.beyond, jnp.where(cut.held == limit, 1, 0)
 
-    more = lambda carry: (carry[0] >= 0) & (carry[3] == 0)
-    start = (jnp.int32(_HIGHEST_BIT), jnp.int32(0), forced_weight, jnp.int32(0))
+    more = lambda carry: (carry[0] < radix.TURNS) & (carry[3] == 0)
+    full = forced_weight >= limit
+    none, highest = jnp.int32(0), jnp.int32(2**_KEY_BITS - 1)
+    start = (jnp.where(full, radix.TURNS, none), jnp.where(full, highest, none), forced_weight, none)
     _, last, above, exact = lax.while_loop(more, step, start)
     return last, above, exact != 0
 
@@ -270,6 +280,19 @@ class _Interpreted:
 
     def maxima(self, xs: list) -> list:
         return [jnp.max(x) for x in xs]
+
+    def clear(self) -> None:
+        pass
+
+    def cut(self, key, weights: list, window: Window, above, limit, turn) -> Cut:
+        del turn
+        offset = key - window.low
+        inside = (offset >= 0) & (offset < window.size)
+        at = jnp.where(inside, lax.shift_right_logical(offset, window.shift), radix.BINS)
+        own = jnp.zeros(radix.BINS, jnp.int32).at[at].add(*(weights or [1]), mode="drop")
+        held = above + jnp.cumsum(own[::-1])[::-1]
+        found = jnp.max(jnp.where(held >= limit, jnp.arange(radix.BINS), 0))
+        return Cut(found, held[found], held[found] - own[found])
 
     def write(self, read, ids_gmem, mask_gmem, at: tuple):
         rank = jnp.cumsum(read) - read

@@ -8,6 +8,7 @@ means that a missing barrier goes unseen.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from typing import Any
 
@@ -119,7 +120,8 @@ class Block:
 
         return types.SimpleNamespace(
             addi=wrap(np.add), subi=wrap(np.subtract), muli=wrap(np.multiply), remui=wrap(np.remainder),
-            andi=wrap(np.bitwise_and), xori=wrap(np.bitwise_xor), shrui=wrap(np.right_shift),
+            andi=plain(np.bitwise_and), ori=plain(np.bitwise_or), xori=plain(np.bitwise_xor),
+            shrui=wrap(np.right_shift),
             minsi=plain(np.minimum), maxsi=plain(np.maximum), addf=plain(np.add), maximumf=plain(np.maximum),
             select=lambda c, a, b: Value(np.where(c.data, a.data, b.data)), cmpi=cmpi, extui=extui,
             CmpIPredicate=types.SimpleNamespace(ult="ult", slt="slt", ne="ne", eq="eq"),
@@ -154,7 +156,9 @@ class Block:
             assert (pointer.memory.bytes[at] == raw).all(), "two lanes store different values in one place"
             pointer.memory.stores += int(on.sum())
 
-        return types.SimpleNamespace(load=load, store=store, inline_asm=self._asm)
+        return types.SimpleNamespace(
+            load=load, store=store, inline_asm=self._asm, ptrtoint=lambda kind, pointer: pointer
+        )  # fmt: skip
 
     def _asm(self, kind, args, text, constraints, has_side_effects=False):
         if "vote.sync.ballot" in text:
@@ -165,7 +169,18 @@ class Block:
             return Value(np.bitwise_count(args[0].data.view(np.uint32)).astype(np.int32))
         if "%lanemask_lt" in text:
             return Value(((1 << (self.lane % WARP)) - 1).astype(np.uint32).view(np.int32))
+        if "shfl.sync.up.b32" in text:
+            assert has_side_effects and self.active[-1].all()
+            distance = int(text.split("$1, ")[1].split(",")[0])
+            before = np.where(self.lane % WARP >= distance, args[0].data[self.lane - distance], 0)
+            return Value(args[0].data + before)
         raise NotImplementedError(text)
+
+    def _ptx(self, text, pointer, value, predicate, has_side_effects):
+        assert text == "red.shared.add.u32 [$0], $1;" and has_side_effects
+        on = self.active[-1] & predicate.data
+        assert (pointer.offset[on] >= 0).all() and (pointer.offset[on] % 4 == 0).all(), "out of bounds"
+        np.add.at(pointer.memory.bytes.view(np.uint32), pointer.offset[on] // 4, value.data.view(np.uint32)[on])
 
     def utils(self):
         def redux(x, mask, kind):
@@ -183,7 +198,7 @@ class Block:
             warp_idx=lambda sync=True: Value((self.lane // WARP).astype(np.int32)),
             memref_ptr=lambda memory: Pointer(memory, np.zeros(self.threads, np.int64)),
             bitwidth=lambda kind: kind.width, bitcast=lambda x, kind: Value(x.data.view(kind.dtype)),
-            shfl_bfly=lambda x, distance: Value(x.data[self.lane ^ distance]),
+            inline_ptx=self._ptx, shfl_bfly=lambda x, distance: Value(x.data[self.lane ^ distance]),
             ReductionKind=types.SimpleNamespace(ADD="add"),
         )  # fmt: skip
 
@@ -207,14 +222,14 @@ class Block:
         )  # fmt: skip
 
 
-def install(monkeypatch, module, threads: int) -> Block:
-    """A block that the lane-level functions of `module` run on."""
+def install(monkeypatch, modules, threads: int) -> Block:
+    """A block that the lane-level functions of `modules` run on."""
     block = Block(threads)
     parts = {name: getattr(block, name)() for name in ("arith", "vector", "llvm", "utils", "scf", "ir")}
     parts["gpu"] = types.SimpleNamespace(barrier=lambda: None)
     layout = lambda *args: args
     parts["mgpu"] = types.SimpleNamespace(FragmentedArray=Array, WGStridedFragLayout=layout, WGSplatFragLayout=layout)
-    for name, part in parts.items():
+    for module, (name, part) in itertools.product(modules, parts.items()):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, part)
     return block

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skg_jax import selectors
-from skg_jax.pallas import lanes, select
+from skg_jax.pallas import lane_code, lanes, radix, select
 from skg_jax.pallas.select import SelectConfig
 from skg_jax.pallas.shapes import SELECT_SHAPES
 from skg_jax.selectors import Selection
@@ -130,7 +130,7 @@ def test_what_the_kernel_cannot_do_is_said():
     with pytest.raises(NotImplementedError, match="takes float32 estimates, not bfloat16"):
         half = jnp.zeros((1, 1, 1, 8), jnp.bfloat16)
         select.topk(half, jnp.zeros((1, 8), bool), jnp.ones(1, jnp.int32), jnp.ones(1))
-    assert sum(SelectConfig(warpgroups=8).shared_memory().values()) == 2048
+    assert sum(SelectConfig(warpgroups=8).shared_memory().values()) == 2048 + 4096
 
 
 # --- lane-level code, run for every lane of a block -----------------------------------------------------------------
@@ -142,7 +142,7 @@ THREADS, CAPACITY = 128 * WARPGROUPS, 128 * WARPGROUPS * REGISTERS
 @pytest.fixture
 def block(monkeypatch):
     """A block of emulated lanes that `lanes` runs on."""
-    return emulated.install(monkeypatch, lanes, THREADS)
+    return emulated.install(monkeypatch, (lane_code, lanes, radix), THREADS)
 
 
 def test_every_page_has_one_lane(block):
@@ -185,6 +185,40 @@ def test_the_maximum_of_a_nan_is_nan(block):
     scratch = block.memory(np.zeros((lanes.SLOTS, 4 * WARPGROUPS), np.int32))
     (found,) = lanes._reduce(None, scratch, block.scalar(0), block.array(x), op="max", warps=4 * WARPGROUPS)
     assert np.isnan(block.values(found)).all()
+
+
+WINDOWS = [(0, 30), (3 << 22, 22), (5 << 14, 14), (7 << 6, 6)]  # lowest key and bits, of each turn
+
+
+@pytest.mark.parametrize("turn", range(radix.TURNS))
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("limit", ["one more", "in between", "the lowest bin", "all", "more than all"])
+def test_the_bin_that_passes_a_limit_is_found(block, turn, weighted, limit):
+    rng = np.random.default_rng(turn)
+    low, bits = WINDOWS[turn]
+    key = rng.integers(low - 300, low + 300, (REGISTERS, THREADS))
+    key = np.where(rng.random(key.shape) < 0.8, rng.integers(low, low + 2**bits, key.shape), key).astype(np.int32)
+    key[0, ::7] = -1  # no candidate
+    key[1, 5] = low  # the lowest bin is not empty
+    weight = rng.integers(0, 9, key.shape).astype(np.int32) if weighted else np.ones_like(key)
+    weight[1, 5] = 1
+    shift, above = max(bits - radix.BITS, 0), 11
+    inside = (key >= low) & (key < low + 2**bits)
+    own = np.bincount((key - low)[inside] >> shift, weight[inside], radix.BINS).astype(int)
+    held = above + own[::-1].cumsum()[::-1]
+    asked = {"one more": above + 1, "in between": (above + held[0]) // 2, "the lowest bin": held[1] + 1}
+    asked = (asked | {"all": held[0], "more than all": held[0] + 1})[limit]
+    bins = np.full((radix.TURNS, radix.BINS), 9, np.int32)
+    memory = block.memory(bins)
+    radix._clear(None, memory, threads=THREADS)
+    assert (bins == 0).all()
+    arrays = [block.array(x) for x in ([key, weight] if weighted else [key])]
+    numbers = [block.scalar(x) for x in (low, 2**bits, shift, above, asked, turn)]
+    found = [block.values(x) for x in radix._cut(None, memory, *arrays, *numbers)]
+    place = max(np.flatnonzero(held >= asked), default=0)
+    for values, expected in zip(found, (place, held[place], held[place] - own[place]), strict=True):
+        assert (values == expected).all()
+    assert (np.delete(bins, turn, axis=0) == 0).all()
 
 
 @pytest.mark.parametrize("pages", [CAPACITY, CAPACITY - 1, 513, 100, 1])
