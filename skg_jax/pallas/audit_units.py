@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt8
 
 from skg_jax.pallas import dispatch
-from skg_jax.pallas.lanes import WARPGROUP
+from skg_jax.pallas.lane_code import WARPGROUP
 
 _CHUNKS = (1024, 512, 256, 128)  # pages that a block holds at once
 _HELD = 4096  # of a chunk, times the query heads: 32 registers of a lane

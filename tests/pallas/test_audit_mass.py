@@ -149,7 +149,7 @@ def swizzled(keys: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("warpgroup", [0, 1])
 def test_lanes_sum_the_bits_of_a_swizzled_tile(monkeypatch, dim, warpgroup):
-    block = emulated.install(monkeypatch, module, 128)
+    block = emulated.install(monkeypatch, (module,), 128)
     block.lane = block.lane + 128 * warpgroup  # the warpgroup that checks is not the first of its block
     keys = np.random.default_rng(dim).normal(size=(64, dim)).astype(np.float16)
     sums = block.memory(np.zeros(4, np.int32))
