@@ -23,7 +23,7 @@ from skg_jax.kv.cache import PagedKVCache
 from skg_jax.pallas.dispatch import Implementation
 from skg_jax.stats import blocked
 from skg_jax.stats import kaplan_wald as kw
-from skg_jax.stats.sums import tree_sum
+from skg_jax.stats.sums import ranks, tree_sum
 
 EVERY_DRAW = 2048  # draws of a process that is looked at after each of them
 
@@ -125,7 +125,7 @@ def _start(pop: Population, config: kw.KWConfig) -> _Run:
 
 def _absorb(state: _Run, pop: Population, drawn, law, valid, slack, reads: UnitReads, config: AuditConfig) -> _Run:
     """Continue every row's process with the units of one part."""
-    at = jnp.where(valid, state.offset[:, None] + jnp.cumsum(valid, axis=1) - 1, state.index.shape[1])
+    at = jnp.where(valid, state.offset[:, None] + ranks(valid), state.index.shape[1])
     put = lambda whole, part: jax.vmap(lambda w, p, i: w.at[i].set(p, mode="drop"))(whole, part, at)
     index, slacks, seen = put(state.index, drawn), put(state.slack, slack), put(state.valid, valid)
     known = tree_sum(jnp.where(_first_visits(index, seen, pop), slacks, 0.0))

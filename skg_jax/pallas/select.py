@@ -52,7 +52,7 @@ class SelectConfig:
     @classmethod
     def of(cls, pages: int) -> SelectConfig:
         """Fastest on an H200: more lanes make reductions longer, fewer make the rest longer."""
-        return cls(warpgroups=2 if pages <= 4096 else 4)
+        return cls(warpgroups=2 if pages <= 2048 else 4)
 
     def registers(self, pages: int) -> int:
         """Pages that each lane holds."""
@@ -88,7 +88,7 @@ def topk(
     Returns:
       page_ids int32, ascending, entries past the number M - 1; num_pages int32; the mask of the same pages, a byte
       each. The same pages as the XLA twin (selectors/topk.py): ties go to the lower page id, and only pages whose
-      shares differ by rounding (relative 1e-6) can change places.
+      shares differ by rounding (relative 2e-6) can change places.
 
     Raises:
       NotImplementedError: if a row has more pages than a block can hold, or the estimates are not float32.

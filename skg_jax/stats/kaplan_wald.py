@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from skg_jax.stats._types import BoolLike, Info, RealLike, refuse
-from skg_jax.stats.sums import exclusive_prefix, materialized, prefix_sum, tree_sum
+from skg_jax.stats.sums import exclusive_prefix, materialized, prefix_sum, ranks, tree_sum
 
 GUARD = 2e-5  # on the remaining slack, relative to the cap; without it float32 loses coverage near exhaustion
 MASS_GUARD = 2e-6  # the probability mass still unread is rounded down by this
@@ -219,7 +219,7 @@ def update_batch(state: KWState, observation: Observation) -> tuple[KWState, Inf
     probs = jnp.where(valid & (probs > 0), probs, 0)
     y = jnp.where(probs > 0, _positive(slacks, valid) / jnp.maximum(probs, TINY), 0)
     spent = _positive(jnp.broadcast_to(removed.astype(dtype), slacks.shape), valid)
-    slot = jnp.where(valid, state.count + jnp.cumsum(valid) - 1, capacity)
+    slot = jnp.where(valid, state.count + ranks(valid), capacity)
     y, spent = materialized((y, spent))
     after = KWState(
         state.y.at[slot].set(jnp.minimum(y, HUGE).astype(dtype), mode="drop"),

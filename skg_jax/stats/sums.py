@@ -7,7 +7,7 @@ guard allows. A tree is wrong by about log2(n) ulp (Higham, Accuracy and Stabili
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32, Num
 
 ROWS, LONG = 32, 256
 RUN = 32  # terms that one thread of a GPU adds up
@@ -39,7 +39,7 @@ def tree_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch"]:
     return x[..., 0]
 
 
-def _padded(x: Float[Array, "*batch U"], size: int) -> Float[Array, "*batch {size}"]:
+def _padded(x: Num[Array, "*batch U"], size: int) -> Num[Array, "*batch {size}"]:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
@@ -59,8 +59,9 @@ def outward_sum(x: Float[Array, "*batch U"], way: int) -> Float[Array, "*batch"]
     return tree_sum(rows[0]) + x[..., ROWS * width :].sum(-1)
 
 
-def prefix_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch U"]:
-    """Inclusive prefix sum over the last axis, log-depth (`jnp.cumsum` is serial on CPU)."""
+def prefix_sum(x: Num[Array, "*batch U"]) -> Num[Array, "*batch U"]:
+    """Inclusive prefix sum over the last axis, log-depth (`jnp.cumsum` is serial on a CPU; on a GPU, in a sum with
+    others, XLA computes all of its windows anew for every element)."""
     size = x.shape[-1]
     if on_cpu() or size <= RUN:
         return jax.lax.associative_scan(jnp.add, x, axis=x.ndim - 1)
@@ -69,6 +70,11 @@ def prefix_sum(x: Float[Array, "*batch U"]) -> Float[Array, "*batch U"]:
     return (exclusive_prefix(within[..., -1])[..., None] + within).reshape(*x.shape[:-1], -1)[..., :size]
 
 
-def exclusive_prefix(x: Float[Array, "*batch U"]) -> Float[Array, "*batch U"]:
+def ranks(valid: Bool[Array, "*batch n"]) -> Int32[Array, "*batch n"]:
+    """How many there are before each."""
+    return exclusive_prefix(valid.astype(jnp.int32))
+
+
+def exclusive_prefix(x: Num[Array, "*batch U"]) -> Num[Array, "*batch U"]:
     """Prefix sum over the last axis without the element itself: 0, x0, x0+x1, ..."""
     return jnp.concatenate([jnp.zeros_like(x[..., :1]), prefix_sum(x)[..., :-1]], axis=-1)

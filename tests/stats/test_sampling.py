@@ -32,6 +32,14 @@ def test_sums_equal_exact_integers(jitted, n):
     np.testing.assert_array_equal(jitted(sums.exclusive_prefix)(x), x.cumsum(1) - x)
 
 
+@pytest.mark.parametrize("n", [0, 1, 33, 2111])
+def test_ranks_count_what_comes_before(jitted, n):
+    valid = np.random.default_rng(n).random((3, n)) < 0.3
+    found = jitted(sums.ranks)(valid)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, valid.cumsum(1) - valid)
+
+
 def test_sums_stay_accurate_at_a_million_terms(jitted):
     x = np.random.default_rng(0).random(1_000_003).astype(np.float32)
     exact = x.astype(np.float64).sum()
