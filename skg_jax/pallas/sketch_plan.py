@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from skg_jax.pallas import smem
+from skg_jax.pallas.sketch_order import Order
 from skg_jax.pallas.sketch_unit import COLUMNS, LANES, Bound, UnitShape
 from skg_jax.types import BLOCK, PAGE_SIZES
 
@@ -39,6 +40,9 @@ class SketchScoreConfig:
     """Thread blocks that share the blocks of a sequence; None: about one for each multiprocessor."""
     together: int = 2
     """Tiles of 16 tokens whose chains of matrix instructions overlap: 1, 2 or 4."""
+    run: int | None = None
+    """Blocks whose numbers a warp writes together; 1, 2, 4 or 8, and 1 where a stage has more than one block. None: as
+    many as fill a line of memory, or 1 where each warpgroup gets few stages."""
 
     def __post_init__(self):
         if self.groups is not None and not 1 <= self.groups <= 6:
@@ -50,6 +54,8 @@ class SketchScoreConfig:
             raise ValueError(f"splits is {self.splits}; it must be at least 1.")
         if self.together not in (1, 2, 4):
             raise ValueError(f"together is {self.together}; a block has four tiles: 1, 2 or 4.")
+        if self.run not in (None, 1, 2, 4, 8):
+            raise ValueError(f"run is {self.run}; it must be 1, 2, 4 or 8 blocks.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,11 +70,22 @@ class Plan:
     stages: int
     splits: int
     max_blocks: int  # of a sequence
+    run: int  # blocks whose numbers a warp writes together
 
     @property
-    def chunks(self) -> int:
-        """Stages that the heads of a block take."""
-        return self.heads // self.heads_of_stage
+    def order(self) -> Order:
+        """Of the stages; a chunk is the heads of one."""
+        return Order(groups=self.groups, chunks=self.heads // self.heads_of_stage, run=self.run)
+
+    @property
+    def rows(self) -> int:
+        """Of numbers that a warp keeps for a run: estimates and bounds of a group."""
+        return self.unit.group * (3 if self.bounded else 1)
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of such a row, and four more: lanes that write different rows meet in no bank."""
+        return self.run * self.unit.pages + 4
 
     @property
     def registers(self) -> int | None:
@@ -113,9 +130,14 @@ class Plan:
         fragments = plgpu.SMEM((self.heads, self.unit.chunks * LANES * COLUMNS), jnp.float16)
         return {"query": fragments, "columns": plgpu.SMEM((self.heads, COLUMNS * 4), jnp.float32)}
 
+    def own(self) -> dict[str, Any]:
+        """Allocations beside the ring: the queries, and what warps keep for a run."""
+        rows = plgpu.SMEM((self.groups * WARPS * self.rows, self.row_width), jnp.float32)
+        return self.queries() | ({"rows": rows} if self.run > 1 else {})
+
     def shared_memory(self, stages: int) -> dict[str, int]:
         """Bytes of shared memory that a thread block asks for, item by item."""
-        arrays = self.queries() | self.ring(stages)
+        arrays = self.own() | self.ring(stages)
         barriers = {"barriers": smem.BARRIER * (1 + 2 * stages)}
         return {name: smem.nbytes(x.shape, x.dtype) for name, x in arrays.items()} | barriers
 
@@ -143,6 +165,7 @@ def plan_launch(q, max_blocks: int, page_size: int, bound: Bound, config: Sketch
         stages=config.stages or 0,
         splits=splits,
         max_blocks=max_blocks,
+        run=1 if blocks_of_stage > 1 else config.run or (1 if few else min(8, _LINE // 4 // (BLOCK // page_size))),
     )
     if config.stages is None:
         plan = dataclasses.replace(plan, stages=_most_stages(plan))

@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from skg_jax.pallas import dispatch, sketch_stage
+from skg_jax.pallas.sketch_order import divided
+from skg_jax.pallas.sketch_output import Place
 from skg_jax.pallas.sketch_plan import PRODUCER_REGISTERS, Plan, SketchScoreConfig, plan_launch
-from skg_jax.pallas.sketch_stage import Place
 from skg_jax.pallas.sketch_unit import Bound
 from skg_jax.types import BLOCK
 
@@ -102,7 +103,7 @@ def _score(q, record: dict[str, Array], where, bounds: Bounds | None, plan: Plan
 def _scratch(plan: Plan):
     copies = len(plan.fields) * plan.blocks_of_stage
     return dict(
-        smem=plan.queries() | plan.ring(plan.stages),
+        smem=plan.own() | plan.ring(plan.stages),
         query_ready=plgpu.Barrier(num_arrivals=plan.groups),
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
         free=plgpu.Barrier(num_barriers=plan.stages),
@@ -128,8 +129,9 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
     steps = (count + (plan.blocks_of_stage - 1)) // plan.blocks_of_stage
     per = (steps + (plan.splits - 1)) // plan.splits
     first = split * per
-    tasks = jnp.maximum(jnp.minimum(first + per, steps) - first, 0) * plan.chunks
-    block_of = lambda task: (first + _divided(task, plan.chunks)[0]) * plan.blocks_of_stage
+    tasks = jnp.maximum(jnp.minimum(first + per, steps) - first, 0) * plan.order.chunks
+    task_of = lambda number: plan.order.task(number, tasks)
+    block_of = lambda task: (first + task.step) * plan.blocks_of_stage
     logical = lambda task: [jnp.minimum(block_of(task) + j, last) for j in range(plan.blocks_of_stage)]
 
     @pl.when(warpgroup == groups)
@@ -142,17 +144,17 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
             @pl.when(warp == 0)
             def _():
                 offset = layer_gmem[0] * blocks
-                records = lambda task: tuple(offset + table_gmem[row, block] for block in logical(task))
+                records = lambda number: tuple(offset + table_gmem[row, block] for block in logical(task_of(number)))
 
-                def step(task, current):
-                    slot, chunk = (_divided(task, by)[1] for by in (plan.stages, plan.chunks))
-                    following = records(task + 1)
+                def step(number, current):
+                    slot, chunk = divided(number, plan.stages)[1], task_of(number).chunk
+                    following = records(number + 1)
 
-                    @pl.when(task >= plan.stages)
+                    @pl.when(number >= plan.stages)
                     def _():
                         plgpu.barrier_wait(free.at[slot])
 
-                    _copy(plan, pools, smem, current, heads * plan.chunks + chunk, slot, ready)
+                    _copy(plan, pools, smem, current, heads * plan.order.chunks + chunk, slot, ready)
                     return following
 
                 lax.fori_loop(0, tasks, step, records(0))
@@ -188,16 +190,17 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
         plgpu.barrier_wait(query_ready)
 
         def known(turn):
-            flags = [known_gmem[row, block] << j for j, block in enumerate(logical(turn * groups + warpgroup))]
+            blocks = logical(task_of(turn * groups + warpgroup))
+            flags = [known_gmem[row, block] << j for j, block in enumerate(blocks)]
             return sum(flags[1:], flags[0])
 
         def step(turn, flags):
-            task = turn * groups + warpgroup
-            slot, chunk = (_divided(task, by)[1] for by in (plan.stages, plan.chunks))
+            number = turn * groups + warpgroup
+            slot, task = divided(number, plan.stages)[1], task_of(number)
             following = known(turn + 1)  # asked for one turn ahead: nobody waits for it
             plgpu.barrier_wait(ready.at[slot])
-            local_head = chunk * plan.heads_of_stage
-            place = Place(head0 + local_head, local_head, block_of(task), count, flags)
+            local_head = task.chunk * plan.heads_of_stage
+            place = Place(head0 + local_head, local_head, block_of(task), count, flags, task.place, task.run)
             if emulated:
                 sketch_stage.emulate_stage(plan, smem, slot, outs, place)
                 plgpu.commit_smem()  # the interpreter knows no arrival of single threads
@@ -207,13 +210,6 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
             return following
 
         lax.fori_loop(0, (tasks - warpgroup + (groups - 1)) // groups, step, known(0))
-
-
-def _divided(x, by: int):
-    """Quotient and remainder of a number that is not negative: the signed ones of Python take ten instructions."""
-    if by & (by - 1) == 0:
-        return lax.shift_right_logical(x, jnp.int32(by.bit_length() - 1)), x & (by - 1)
-    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
 
 
 def _copy(plan: Plan, pools, smem, records, chunk, slot, ready) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxtyping import Array, Float, UInt32
 
+from skg_jax.pallas import sketch_output
+from skg_jax.pallas.sketch_output import Place, advance, divided
 from skg_jax.pallas.sketch_plan import NORMS, WARPS, Plan
 from skg_jax.pallas.sketch_query import Column, operands, prepare_columns
 from skg_jax.pallas.sketch_sums import Results
@@ -32,16 +33,6 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 _WARPGROUP = 128
 
 
-class Place(NamedTuple):
-    """Of a stage; traced integers."""
-
-    head: Any  # first, of all KV heads
-    local_head: Any  # first, of those of the thread block
-    block: Any  # first, of the sequence
-    count: Any  # blocks of the sequence
-    known: Any  # bit j: whether the record of block + j is current
-
-
 # --- on the GPU -----------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +44,7 @@ def prepare_queries(plan: Plan, dtype, q_gmem, smem) -> None:
 
 def score_stage(plan: Plan, smem, slot, outs, place: Place) -> None:
     """The units of a stage, one to a warp. outs: estimate [K, G, M] and, if there are any, bounds [K, 2, G, M]."""
-    refs = [smem["query"], smem["columns"], *[smem[name].at[slot] for name in plan.fields], *outs]
+    refs = [smem[name] for name in plan.own()] + [smem[name].at[slot] for name in plan.fields] + [*outs]
     code = functools.partial(_emit_stage, plan=plan)
     plgpu.inline_mgpu(arg_types=(*[_REF] * len(refs), *[_SCALAR] * len(place)))(code)(*refs, *place)
 
@@ -79,14 +70,19 @@ def _emit_queries(ctx, q_gmem, query_smem, columns_smem, *, plan: Plan, dtype) -
 
 
 def _emit_stage(ctx, *args, plan: Plan) -> None:
-    names = ["query", "columns", *plan.fields, *_outputs(plan)]
+    names = [*plan.own(), *plan.fields, *sketch_output.names(plan)]
     pointers = {name: utils.memref_ptr(ref) for name, ref in zip(names, args, strict=False)}
     place = Place(*[Register(_scalar(x)) for x in args[len(names) :]])
-    warp = _warp() & (WARPS - 1)  # a stage has as many units
-    j, h = warp >> _log2(plan.heads_of_stage), warp & (plan.heads_of_stage - 1)
+    number = _warp() & (WARPS - 1)  # a stage has as many units
+    j, h = number >> _log2(plan.heads_of_stage), number & (plan.heads_of_stage - 1)
     offsets = _unit_offsets(plan, j, h, place.local_head)
-    memory = {name: _advance(pointers[name], offset) for name, offset in offsets.items()}
-    _store(plan, score_unit(GpuWarp(memory), plan.unit), pointers, j, h, place)
+    warp = GpuWarp({name: advance(pointers[name], offset) for name, offset in offsets.items()})
+    results = score_unit(warp, plan.unit)
+    if plan.run == 1:
+        return sketch_output.store(plan, results, pointers, j, h, place)
+    rows = advance(pointers["rows"], _warp() * (plan.rows * plan.row_width * 4))
+    sketch_output.keep(plan, results, rows, place)
+    sketch_output.flush(plan, warp.lane, rows, pointers, h, place)
 
 
 def _unit_offsets(plan: Plan, j: Register, h: Register, local_head: Register) -> dict[str, Register]:
@@ -100,48 +96,20 @@ def _unit_offsets(plan: Plan, j: Register, h: Register, local_head: Register) ->
     return offsets
 
 
-def _store(plan: Plan, results: Results, pointers, j: Register, h: Register, place: Place) -> None:
-    block = place.block + j
-    page = block * plan.unit.pages + results.page
-    known = (((place.known >> j) & 1) ^ 1) < 1
-    for out in results.outputs:
-        mine = out.mine & (block < place.count)
-        value = arith.select(known.value, out.value.value, out.unknown.value)
-        name, at = _slot(plan, out.side, place.head + h, results.member, page)
-        _store_where(mine, _advance(pointers[name], at), value)
-
-
-def _store_where(condition: Register, pointer: ir.Value, value: ir.Value) -> None:
-    """Into global memory, without a branch."""
-    address = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
-    utils.inline_ptx("st.global.f32 [$0], $1;", address, value, predicate=condition.value, has_side_effects=True)
-
-
-def _outputs(plan: Plan) -> list[str]:
-    return ["estimate", "bounds"] if plan.bounded else ["estimate"]
-
-
-def _slot(plan: Plan, side: Register | None, head: Register, member: Register, page: Register) -> tuple[str, Register]:
-    """The output that holds a number, and at which byte."""
-    if side is None:
-        return "estimate", ((head * plan.unit.group + member) * plan.pages + page) * 4
-    return "bounds", (((head * 2 + side) * plan.unit.group + member) * plan.pages + page) * 4
-
-
 def _emit_fill(ctx, *args, plan: Plan) -> None:
     *outs, head, block = args
-    pointers = {name: utils.memref_ptr(out) for name, out in zip(_outputs(plan), outs, strict=True)}
+    pointers = {name: utils.memref_ptr(out) for name, out in zip(sketch_output.names(plan), outs, strict=True)}
     head, block = Register(_scalar(head)), Register(_scalar(block))
     rows, pages = plan.heads * plan.unit.group, plan.unit.pages
     for first in range(0, rows * pages, _WARPGROUP):
         number = Register(arith.remui(utils.thread_idx(), _i32(_WARPGROUP))) + first
         row, page = number >> _log2(pages), block * pages + (number & (pages - 1))
-        local, member = _divided(row, plan.unit.group)
+        local, member = divided(row, plan.unit.group)
         with ir.InsertionPoint(scf.IfOp((row < rows).value, [], has_else=False).then_block):
             for name, number in UNKNOWN.items() if plan.bounded else [("estimate", UNKNOWN["estimate"])]:
                 side = None if name == "estimate" else Register(_i32(_SIDES[name]))
-                output, at = _slot(plan, side, head + local, member, page)
-                llvm.store(_f32(number), _advance(pointers[output], at), alignment=4)
+                output, at = sketch_output.slot(plan, side, head + local, member, page)
+                llvm.store(_f32(number), advance(pointers[output], at), alignment=4)
             scf.yield_([])
 
 
@@ -152,11 +120,6 @@ def _warp() -> Register:
 
 def _scalar(x) -> ir.Value:
     return x.registers.item() if hasattr(x, "registers") else x
-
-
-def _divided(x: Register, by: int) -> tuple[Register, Register]:
-    quotient = Register(arith.divui(x.value, _i32(by)))
-    return quotient, x - quotient * by
 
 
 def _at_most(x: Register, largest: int) -> Register:
@@ -173,10 +136,6 @@ def _i32(value: int) -> ir.Value:
 
 def _f32(value: float) -> ir.Value:
     return utils.c(value, ir.F32Type.get())
-
-
-def _advance(pointer: ir.Value, offset: Register) -> ir.Value:
-    return utils.getelementptr(pointer, [offset.value], ir.IntegerType.get_signless(8))
 
 
 # --- under the interpreter ------------------------------------------------------------------------------------------

@@ -156,14 +156,14 @@ class Warp(Protocol):
 class Register:
     """A 32-bit register, or a predicate, with the operators of its type."""
 
-    def __init__(self, value: ir.Value):
+    def __init__(self, value: Any):
         self.value = value
 
     @property
     def is_float(self) -> bool:
         return isinstance(self.value.type, ir.FloatType)
 
-    def _like(self, other) -> ir.Value:
+    def _like(self, other) -> Any:
         return other.value if isinstance(other, Register) else utils.c(other, self.value.type)
 
     def _apply(self, of_words, of_floats, other) -> Register:

@@ -121,8 +121,9 @@ class Block:
         return types.SimpleNamespace(
             addi=wrap(np.add), subi=wrap(np.subtract), muli=wrap(np.multiply), remui=wrap(np.remainder),
             andi=plain(np.bitwise_and), ori=plain(np.bitwise_or), xori=plain(np.bitwise_xor),
-            shrui=wrap(np.right_shift),
+            shrui=wrap(np.right_shift), divui=wrap(np.floor_divide),
             minsi=plain(np.minimum), maxsi=plain(np.maximum), addf=plain(np.add), maximumf=plain(np.maximum),
+            subf=plain(np.subtract), mulf=plain(np.multiply),
             select=lambda c, a, b: Value(np.where(c.data, a.data, b.data)), cmpi=cmpi, extui=extui,
             CmpIPredicate=types.SimpleNamespace(ult="ult", slt="slt", ne="ne", eq="eq"),
         )  # fmt: skip
@@ -139,23 +140,27 @@ class Block:
     def llvm(self):
         def load(kind, pointer, alignment=1):
             count, element = (kind.shape[0], kind.element) if isinstance(kind, VectorType) else (1, kind)
-            assert (pointer.offset % alignment == 0).all()
+            offset = np.where(self.active[-1], pointer.offset, 0)  # the other lanes read nothing
+            assert (offset % alignment == 0).all()
             width = element.dtype.itemsize
-            at = pointer.offset + np.arange(count * width)[:, None]
+            at = offset + np.arange(count * width)[:, None]
             assert (at >= 0).all() and (at < pointer.memory.bytes.size).all(), "out of bounds"
             raw = pointer.memory.bytes[at].reshape(count, width, -1).transpose(0, 2, 1)
             data = np.ascontiguousarray(raw).view(element.dtype)[..., 0]
             return Value(data if isinstance(kind, VectorType) else data[0])
 
-        def store(value, pointer):
+        def store(value, pointer, alignment=1):
             on = self.active[-1]
-            at = pointer.offset[on, None] + np.arange(value.data.dtype.itemsize)
+            of_lanes = np.ascontiguousarray(value.data.reshape(-1, self.threads).T)
+            at = pointer.offset[on, None] + np.arange(of_lanes.itemsize * of_lanes.shape[1])
             assert (at >= 0).all() and (at < pointer.memory.bytes.size).all(), "out of bounds"
-            raw = np.ascontiguousarray(value.data).view(np.uint8).reshape(self.threads, -1)[on]
+            assert (pointer.offset[on] % alignment == 0).all()
+            raw = of_lanes.view(np.uint8).reshape(self.threads, -1)[on]
             pointer.memory.bytes[at] = raw
             assert (pointer.memory.bytes[at] == raw).all(), "two lanes store different values in one place"
             pointer.memory.stores += int(on.sum())
 
+        self._store = store
         return types.SimpleNamespace(
             load=load, store=store, inline_asm=self._asm, ptrtoint=lambda kind, pointer: pointer
         )  # fmt: skip
@@ -177,7 +182,11 @@ class Block:
         raise NotImplementedError(text)
 
     def _ptx(self, text, pointer, value, predicate, has_side_effects):
-        assert text == "red.shared.add.u32 [$0], $1;" and has_side_effects
+        assert has_side_effects
+        if text in ("st.global.f32 [$0], $1;", "st.shared.f32 [$0], $1;"):
+            with self._inside(predicate.data):
+                return self._store(value, pointer)
+        assert text == "red.shared.add.u32 [$0], $1;"
         on = self.active[-1] & predicate.data
         assert (pointer.offset[on] >= 0).all() and (pointer.offset[on] % 4 == 0).all(), "out of bounds"
         np.add.at(pointer.memory.bytes.view(np.uint32), pointer.offset[on] // 4, value.data.view(np.uint32)[on])
@@ -199,7 +208,7 @@ class Block:
             memref_ptr=lambda memory: Pointer(memory, np.zeros(self.threads, np.int64)),
             bitwidth=lambda kind: kind.width, bitcast=lambda x, kind: Value(x.data.view(kind.dtype)),
             inline_ptx=self._ptx, shfl_bfly=lambda x, distance: Value(x.data[self.lane ^ distance]),
-            ReductionKind=types.SimpleNamespace(ADD="add"),
+            ReductionKind=types.SimpleNamespace(ADD="add"), warp_barrier=lambda: None,
         )  # fmt: skip
 
     def scf(self):
@@ -218,6 +227,7 @@ class Block:
     def ir(self):
         return types.SimpleNamespace(
             IntegerType=IntegerType, VectorType=VectorType, MemRefType=lambda kind: kind, InsertionPoint=self._inside,
+            FloatType=FloatType, F32Type=types.SimpleNamespace(get=FloatType),
             DenseI64ArrayAttr=types.SimpleNamespace(get=lambda positions: positions),
         )  # fmt: skip
 

@@ -147,6 +147,7 @@ LENGTHS = [5 * 64 - 7, 0, 64]
 RING = [
     (4, 4, 128, 16, "token", jnp.bfloat16, SketchScoreConfig(groups=2, stages=2, splits=2)),
     (3, 1, 64, 32, "group", jnp.float32, SketchScoreConfig(groups=1, stages=1, splits=1)),
+    (8, 1, 64, 64, "group", jnp.bfloat16, SketchScoreConfig(groups=2, splits=1, run=2)),
 ]
 RING_SLOW = [
     (1, 8, 64, 64, "none", jnp.float16, SketchScoreConfig(groups=2, splits=2)),
@@ -233,6 +234,7 @@ def test_a_ring_that_does_not_fit_is_refused_with_its_items():
         ({"groups": 7}, "groups is 7"),
         ({"stages": 6}, "stages is 6"),
         ({"splits": 0}, "splits is 0"),
+        ({"run": 3}, "run is 3"),
     ],
 )
 def test_configurations_are_checked(field, sentence):

@@ -89,7 +89,13 @@ def correctness() -> list[dict]:
         for page in both
         for bound in BOUNDS
     ]
-    return [check(*cell) for cell in grid] + [check(*grid[0], splits=5, groups=2, together=4)]
+    others = [
+        (0, {"splits": 5, "groups": 2, "together": 4}),
+        (0, {"splits": 1, "run": 8}),
+        (1, {"splits": 1, "run": 8}),
+    ]
+    others += [(2, {"splits": 2, "run": 4}), (4, {"splits": 1, "run": 2}), (24, {"splits": 1, "run": 8})]
+    return [check(*cell) for cell in grid] + [check(*grid[i], **options) for i, options in others]
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------
@@ -149,7 +155,7 @@ def speed(name: str, shape: SketchScoreShape, bound: str, peak: float, **config)
     return row
 
 
-TUNING = [{"together": 1}, {"together": 4}, {"groups": 3}, {"groups": 5}, {"splits": 33}]
+TUNING = [{"together": 1}, {"together": 4}, {"groups": 3}, {"groups": 5}, {"splits": 33}, {"run": 1}, {"run": 2}]
 
 
 def main() -> None:

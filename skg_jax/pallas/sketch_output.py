@@ -1,0 +1,110 @@
+"""Where the sketch scorer's numbers go: to global memory at once, or over rows in shared memory in whole runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+from skg_jax.pallas.sketch_plan import Plan
+from skg_jax.pallas.sketch_sums import Results
+from skg_jax.pallas.sketch_unit import LANES
+from skg_jax.pallas.warp import Register
+
+type Mlir = Any  # a value or a pointer
+
+
+class Place(NamedTuple):
+    """Of a stage; traced integers."""
+
+    head: Any  # first, of all KV heads
+    local_head: Any  # first, of those of the thread block
+    block: Any  # first, of the sequence
+    count: Any  # blocks of the sequence
+    known: Any  # bit j: whether the record of block + j is current
+    place: Any  # in a run of blocks whose numbers are written together
+    run: Any  # blocks of the run
+
+
+def names(plan: Plan) -> list[str]:
+    """Of the outputs."""
+    return ["estimate", "bounds"] if plan.bounded else ["estimate"]
+
+
+def slot(plan: Plan, side: Register | None, head: Register, member: Register, page: Register) -> tuple[str, Register]:
+    """The output that holds a number, and at which byte."""
+    if side is None:
+        return "estimate", ((head * plan.unit.group + member) * plan.pages + page) * 4
+    return "bounds", (((head * 2 + side) * plan.unit.group + member) * plan.pages + page) * 4
+
+
+def store(plan: Plan, results: Results, pointers, j: Register, h: Register, place: Place) -> None:
+    """Each number by itself."""
+    block = place.block + j
+    page = block * plan.unit.pages + results.page
+    for out in results.outputs:
+        mine = out.mine & (block < place.count)
+        name, at = slot(plan, out.side, place.head + h, results.member, page)
+        address = llvm.ptrtoint(ir.IntegerType.get_signless(64), advance(pointers[name], at))
+        _store_where(mine, "global", address, _if_known(out, place.known >> j))
+
+
+def keep(plan: Plan, results: Results, rows: Mlir, place: Place) -> None:
+    """The numbers of a block, into rows of the warp: estimates of the group, lower bounds, upper bounds."""
+    for out in results.outputs:
+        row = results.member if out.side is None else (out.side + 1) * plan.unit.group + results.member
+        at = (row * plan.row_width + place.place * plan.unit.pages + results.page) * 4
+        address = llvm.ptrtoint(ir.IntegerType.get_signless(32), advance(rows, at))
+        _store_where(out.mine, "shared", address, _if_known(out, place.known))
+
+
+def flush(plan: Plan, lane: Register, rows: Mlir, pointers, h: Register, place: Place) -> None:
+    """After the last block of a run, the rows of the warp to global memory: a lane takes the pages of one block."""
+    utils.warp_barrier()
+    last = arith.cmpi(arith.CmpIPredicate.eq, (place.place + 1).value, place.run.value)
+    with ir.InsertionPoint(scf.IfOp(last, [], has_else=False).then_block):
+        number, first = lane & (plan.run - 1), lane >> _log2(plan.run)
+        page = (place.block - place.place + number) * plan.unit.pages
+        group = plan.unit.group
+        for name, start, count in (("estimate", 0, group), ("bounds", group, plan.rows - group)):
+            for ahead in range(0, count, LANES // plan.run):
+                row = first + ahead
+                inside = (row < count) & (number < place.run)
+                with ir.InsertionPoint(scf.IfOp(inside.value, [], has_else=False).then_block):
+                    side, member = (None, row) if name == "estimate" else divided(row, group)
+                    _, at = slot(plan, side, place.head + h, member, page)
+                    source = advance(rows, ((row + start) * plan.row_width + number * plan.unit.pages) * 4)
+                    _copy(source, advance(pointers[name], at), plan.unit.pages)
+                    scf.yield_([])
+        scf.yield_([])
+    utils.warp_barrier()  # before the next block's numbers
+
+
+def _copy(source: Mlir, target: Mlir, count: int) -> None:
+    kind = ir.VectorType.get((count,), ir.F32Type.get())
+    llvm.store(llvm.load(kind, source, alignment=4 * count), target, alignment=4 * count)
+
+
+def _if_known(out, flags: Register) -> Mlir:
+    known = ((flags & 1) ^ 1) < 1
+    return arith.select(known.value, out.value.value, out.unknown.value)
+
+
+def _store_where(condition: Register, memory: str, address: Mlir, value: Mlir) -> None:
+    """Without a branch."""
+    utils.inline_ptx(f"st.{memory}.f32 [$0], $1;", address, value, predicate=condition.value, has_side_effects=True)
+
+
+def advance(pointer: Mlir, offset: Register) -> Mlir:
+    return utils.getelementptr(pointer, [offset.value], ir.IntegerType.get_signless(8))
+
+
+def divided(x: Register, by: int) -> tuple[Register, Register]:
+    quotient = Register(arith.divui(x.value, utils.c(by, ir.IntegerType.get_signless(32))))
+    return quotient, x - quotient * by
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
