@@ -215,17 +215,20 @@ def _first(share, weight, candidate, forced_weight, limit, ids, lanes, by: By):
 def _last_key(key, weight, forced_weight, limit, lanes, by: By):
     """The smallest key with less than `limit` in larger keys, what these hold, and whether the rest is exact.
 
-    Digit by digit, from the highest. It is exact where the keys from a bin on hold just the limit: all of them are
-    read, and nothing remains to be decided.
+    Digit by digit, from the highest. Of numbers of pages it is exact where the keys from a bin on are just as many as
+    the limit: all of them are read, and nothing remains to be decided. Shares go on to the last digit: a page of no
+    weight could lie in the bin, behind the one that meets the limit.
     """
+    counted = by == "count"
 
     def step(carry):
         turn, low, above, _ = carry
         left = _KEY_BITS - radix.BITS * turn
         shift = jnp.maximum(left - radix.BITS, 0)
         window = Window(low, lax.shift_left(jnp.int32(1), left), shift)
-        cut = lanes.cut(key, [] if by == "count" else [weight], window, above, limit, turn)
-        return turn + 1, low + lax.shift_left(cut.bin, shift), cut.beyond, jnp.where(cut.held == limit, 1, 0)
+        cut = lanes.cut(key, [] if counted else [weight], window, above, limit, turn)
+        exact = jnp.where(cut.held == limit, 1, 0) if counted else carry[3]
+        return turn + 1, low + lax.shift_left(cut.bin, shift), cut.beyond, exact
 
     more = lambda carry: (carry[0] < radix.TURNS) & (carry[3] == 0)
     full = forced_weight >= limit

@@ -1,8 +1,8 @@
 """In which order a thread block of the sketch scorer takes its tasks.
 
 A task is some heads of one step of the sequence; warpgroups take tasks in turn. Where a warpgroup goes on with the same
-heads for a run of steps, each of its warps writes a run of pages: whole lines of memory instead of quarters of a
-sector, which cost an eighth of the kernel's time. What is left behind the last whole runs is dealt out task by task.
+heads for a run of steps, each of its warps writes a run of pages instead of half a sector of memory at a time
+(docs/adr/0013). What is left behind the last whole runs is dealt out task by task.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Task(NamedTuple):
 
     step: Any  # of the thread block
     chunk: Any  # which of its groups of heads
-    place: Any  # in its run
+    index: Any  # in its run
     run: Any  # steps of the run
 
 
@@ -43,11 +43,11 @@ class Order:
         if self.run == 1:
             return Task(*alone, 0, 1)
         turn, group = divided(number, self.groups)
-        runs, place = divided(turn, self.run)
+        runs, index = divided(turn, self.run)
         first, chunk = divided(runs * self.groups + group, self.chunks)
         in_run = number < of - divided(of, self.lap)[1]
         pick = lambda a, b: jnp.where(in_run, a, b)
-        return Task(pick(first * self.run + place, alone[0]), pick(chunk, alone[1]), pick(place, 0), pick(self.run, 1))
+        return Task(pick(first * self.run + index, alone[0]), pick(chunk, alone[1]), pick(index, 0), pick(self.run, 1))
 
 
 def divided(x, by: int):

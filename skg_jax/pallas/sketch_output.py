@@ -24,12 +24,12 @@ class Place(NamedTuple):
     block: Any  # first, of the sequence
     count: Any  # blocks of the sequence
     known: Any  # bit j: whether the record of block + j is current
-    place: Any  # in a run of blocks whose numbers are written together
+    index: Any  # in a run of blocks whose numbers are written together
     run: Any  # blocks of the run
 
 
 def names(plan: Plan) -> list[str]:
-    """Of the outputs."""
+    """The outputs, in the order in which the kernel is given them."""
     return ["estimate", "bounds"] if plan.bounded else ["estimate"]
 
 
@@ -55,31 +55,37 @@ def keep(plan: Plan, results: Results, rows: Mlir, place: Place) -> None:
     """The numbers of a block, into rows of the warp: estimates of the group, lower bounds, upper bounds."""
     for out in results.outputs:
         row = results.member if out.side is None else (out.side + 1) * plan.unit.group + results.member
-        at = (row * plan.row_width + place.place * plan.unit.pages + results.page) * 4
+        at = (row * plan.row_width + place.index * plan.unit.pages + results.page) * 4
         address = llvm.ptrtoint(ir.IntegerType.get_signless(32), advance(rows, at))
         _store_where(out.mine, "shared", address, _if_known(out, place.known))
 
 
 def flush(plan: Plan, lane: Register, rows: Mlir, pointers, h: Register, place: Place) -> None:
-    """After the last block of a run, the rows of the warp to global memory: a lane takes the pages of one block."""
+    """After the last block of a run, the rows of the warp to global memory."""
     utils.warp_barrier()
-    last = arith.cmpi(arith.CmpIPredicate.eq, (place.place + 1).value, place.run.value)
+    last = arith.cmpi(arith.CmpIPredicate.eq, (place.index + 1).value, place.run.value)
     with ir.InsertionPoint(scf.IfOp(last, [], has_else=False).then_block):
-        number, first = lane & (plan.run - 1), lane >> _log2(plan.run)
-        page = (place.block - place.place + number) * plan.unit.pages
-        group = plan.unit.group
-        for name, start, count in (("estimate", 0, group), ("bounds", group, plan.rows - group)):
-            for ahead in range(0, count, LANES // plan.run):
-                row = first + ahead
-                inside = (row < count) & (number < place.run)
-                with ir.InsertionPoint(scf.IfOp(inside.value, [], has_else=False).then_block):
-                    side, member = (None, row) if name == "estimate" else divided(row, group)
-                    _, at = slot(plan, side, place.head + h, member, page)
-                    source = advance(rows, ((row + start) * plan.row_width + number * plan.unit.pages) * 4)
-                    _copy(source, advance(pointers[name], at), plan.unit.pages)
-                    scf.yield_([])
+        for name in names(plan):
+            _flush_rows(plan, name, lane, rows, pointers[name], place.head + h, place)
         scf.yield_([])
     utils.warp_barrier()  # before the next block's numbers
+
+
+def _flush_rows(plan: Plan, name: str, lane: Register, rows: Mlir, output: Mlir, head: Register, place: Place) -> None:
+    """Estimates, or bounds. A lane takes the pages of one block."""
+    group, pages = plan.unit.group, plan.unit.pages
+    start, count = (0, group) if name == "estimate" else (group, 2 * group)
+    block = lane & (plan.run - 1)  # of the run
+    page = (place.block - place.index + block) * pages
+    for first in range(0, count, LANES // plan.run):
+        row = (lane >> log2(plan.run)) + first
+        inside = (row < count) & (block < place.run)
+        with ir.InsertionPoint(scf.IfOp(inside.value, [], has_else=False).then_block):
+            side, member = (None, row) if name == "estimate" else divided(row, group)
+            _, at = slot(plan, side, head, member, page)
+            source = advance(rows, ((row + start) * plan.row_width + block * pages) * 4)
+            _copy(source, advance(output, at), pages)
+            scf.yield_([])
 
 
 def _copy(source: Mlir, target: Mlir, count: int) -> None:
@@ -106,5 +112,5 @@ def divided(x: Register, by: int) -> tuple[Register, Register]:
     return quotient, x - quotient * by
 
 
-def _log2(power: int) -> int:
+def log2(power: int) -> int:
     return power.bit_length() - 1

@@ -25,6 +25,7 @@ _LINE = 128  # bytes: where a TMA copy may start in shared memory
 _MOST_STAGES = 16
 _GROUPS = 4
 _FEW_STAGES = 64  # of a thread block
+_RUN = 8  # blocks: their pages of 16 tokens fill a line of memory
 _MOST_HEADS = 8  # whose queries a thread block keeps
 
 
@@ -41,8 +42,8 @@ class SketchScoreConfig:
     together: int = 2
     """Tiles of 16 tokens whose chains of matrix instructions overlap: 1, 2 or 4."""
     run: int | None = None
-    """Blocks whose numbers a warp writes together; 1, 2, 4 or 8, and 1 where a stage has more than one block. None: as
-    many as fill a line of memory, or 1 where each warpgroup gets few stages."""
+    """Blocks whose numbers a warp writes together: 1, 2, 4 or 8, and 1 where a stage has more than one block. None: 8,
+    or 1 where each warpgroup gets few stages."""
 
     def __post_init__(self):
         if self.groups is not None and not 1 <= self.groups <= 6:
@@ -165,7 +166,7 @@ def plan_launch(q, max_blocks: int, page_size: int, bound: Bound, config: Sketch
         stages=config.stages or 0,
         splits=splits,
         max_blocks=max_blocks,
-        run=1 if blocks_of_stage > 1 else config.run or (1 if few else min(8, _LINE // 4 // (BLOCK // page_size))),
+        run=1 if blocks_of_stage > 1 else config.run or (1 if few else _RUN),
     )
     if config.stages is None:
         plan = dataclasses.replace(plan, stages=_most_stages(plan))

@@ -200,7 +200,7 @@ def _kernel(*gmem, plan: Plan, blocks: int, emulated: bool, smem, query_ready, r
             following = known(turn + 1)  # asked for one turn ahead: nobody waits for it
             plgpu.barrier_wait(ready.at[slot])
             local_head = task.chunk * plan.heads_of_stage
-            place = Place(head0 + local_head, local_head, block_of(task), count, flags, task.place, task.run)
+            place = Place(head0 + local_head, local_head, block_of(task), count, flags, task.index, task.run)
             if emulated:
                 sketch_stage.emulate_stage(plan, smem, slot, outs, place)
                 plgpu.commit_smem()  # the interpreter knows no arrival of single threads

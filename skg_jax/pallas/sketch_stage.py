@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxtyping import Array, Float, UInt32
 
 from skg_jax.pallas import sketch_output
-from skg_jax.pallas.sketch_output import Place, advance, divided
+from skg_jax.pallas.sketch_output import Place, advance, divided, log2
 from skg_jax.pallas.sketch_plan import NORMS, WARPS, Plan
 from skg_jax.pallas.sketch_query import Column, operands, prepare_columns
 from skg_jax.pallas.sketch_sums import Results
@@ -63,7 +63,7 @@ def _emit_queries(ctx, q_gmem, query_smem, columns_smem, *, plan: Plan, dtype) -
     warps, columns, mine = WARPS * plan.groups, plan.heads * of_head, []
     for first in range(0, columns, warps):
         number = _at_most(_warp() + first, columns - 1)  # warps too many do the last one again
-        head, column = number >> _log2(of_head), number & (of_head - 1)
+        head, column = number >> log2(of_head), number & (of_head - 1)
         raw = (head * unit.group + _at_most(column, unit.group - 1)) * (unit.head_dim * size)
         mine.append(Column(column, raw, head * (LANES * COLUMNS * 2 * unit.chunks), head * (COLUMNS * 4 * 4)))
     prepare_columns(GpuWarp(pointers), unit, dtype, mine)
@@ -74,7 +74,7 @@ def _emit_stage(ctx, *args, plan: Plan) -> None:
     pointers = {name: utils.memref_ptr(ref) for name, ref in zip(names, args, strict=False)}
     place = Place(*[Register(_scalar(x)) for x in args[len(names) :]])
     number = _warp() & (WARPS - 1)  # a stage has as many units
-    j, h = number >> _log2(plan.heads_of_stage), number & (plan.heads_of_stage - 1)
+    j, h = number >> log2(plan.heads_of_stage), number & (plan.heads_of_stage - 1)
     offsets = _unit_offsets(plan, j, h, place.local_head)
     warp = GpuWarp({name: advance(pointers[name], offset) for name, offset in offsets.items()})
     results = score_unit(warp, plan.unit)
@@ -103,7 +103,7 @@ def _emit_fill(ctx, *args, plan: Plan) -> None:
     rows, pages = plan.heads * plan.unit.group, plan.unit.pages
     for first in range(0, rows * pages, _WARPGROUP):
         number = Register(arith.remui(utils.thread_idx(), _i32(_WARPGROUP))) + first
-        row, page = number >> _log2(pages), block * pages + (number & (pages - 1))
+        row, page = number >> log2(pages), block * pages + (number & (pages - 1))
         local, member = divided(row, plan.unit.group)
         with ir.InsertionPoint(scf.IfOp((row < rows).value, [], has_else=False).then_block):
             for name, number in UNKNOWN.items() if plan.bounded else [("estimate", UNKNOWN["estimate"])]:
@@ -124,10 +124,6 @@ def _scalar(x) -> ir.Value:
 
 def _at_most(x: Register, largest: int) -> Register:
     return Register(arith.minui(x.value, _i32(largest)))
-
-
-def _log2(power: int) -> int:
-    return power.bit_length() - 1
 
 
 def _i32(value: int) -> ir.Value:

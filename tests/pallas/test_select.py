@@ -71,6 +71,28 @@ def test_exactly_the_pages_that_the_budget_buys(count):
     np.testing.assert_array_equal(found.num_pages, np.minimum(count, np.asarray(TOTAL))[:, None].repeat(K, axis=1))
 
 
+def test_a_limit_that_is_just_met_reads_no_page_of_no_weight():
+    """Shares around 2**-31, half of a unit of weight: the one that rounds up and those that do not are in one bin."""
+    half = np.float32(2**-31)
+    share = jnp.asarray([0.25, 0.25, 63 * 2.0**-30, np.nextafter(half, np.float32(0)), 0.9 * half, 0.8 * half])
+    weight = (share * select.WHOLE + 0.5).astype(jnp.int32)
+    assert weight[3:].tolist() == [1, 0, 0]
+    block, none = select._Interpreted(pages=6), jnp.int32(0)
+    choose = lambda limit, by: select._first(
+        share,
+        weight if by == "share" else jnp.ones(6, jnp.int32),
+        jnp.ones(6, bool),
+        none,
+        limit,
+        block.ids(),
+        block,
+        by,
+    )
+    assert choose(weight[:4].sum(), "share").tolist() == [True] * 4 + [False] * 2
+    assert choose(weight[:3].sum(), "share").tolist() == [True] * 3 + [False] * 3
+    assert choose(jnp.int32(4), "count").tolist() == [True] * 4 + [False] * 2
+
+
 def test_rows_have_budgets_and_lengths_of_their_own():
     ctx = cases.make("random", (B, K, G, M), TOTAL, forced=0)
     found = same("topk", ctx, jnp.asarray([0.25, 11, np.inf], jnp.float32))
