@@ -44,6 +44,16 @@ def test_an_unknown_profile_or_model_is_refused_with_the_names_there_are(capsys)
     assert "llama-3.1-8b" in capsys.readouterr().err
 
 
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
+    large = published.get("llama-3.1-8b")
+    with pytest.raises(
+        ValueError, match=r"llama-3.1-8b take about 64 GB to make, and this machine has 24; .* --layers"
+    ):
+        synthetic.check_room("llama-3.1-8b", large, 24 * 10**9)
+    synthetic.check_room("llama-3.1-8b", large, 80 * 10**9)
+    synthetic.check_room("toy", TOY, None)
+
+
 def test_the_synthetic_query_bias_points_along_the_keys():
     config = synthesis.synthetic_config(TOY)
     along = synthesis.directions(config, jax.random.key(1))

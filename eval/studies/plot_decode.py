@@ -21,7 +21,7 @@ PARTS = {
     "attention": ("paged_decode", "sdpa", "cudnn"),
     "sketch scoring": ("sketch_score",),
     "selection": ("select_pages",),
-    "append": ("paged_append", "input_scatter"),
+    "append": ("paged_append",),
     "audit: bounds to units": ("audit_units",),
     "audit: keys read": ("audit_mass",),
 }
@@ -31,9 +31,14 @@ EXACT, GUARDED, SPARSE, BASELINE = "forced-fallback", "guarded", "sparse", "cudn
 LINES = {BASELINE: "dense, cuDNN", EXACT: "exact over pages", GUARDED: "guarded", SPARSE: "sparse, no audit"}
 
 
-def part_of(kernel: str) -> str:
-    """Name of the part that a kernel belongs to."""
-    return next((part for part, words in PARTS.items() if any(word in kernel for word in words)), REST)
+def times_of_parts(kernels: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of the parts of a step, from its kernels. Where none is made to append, scatters do it."""
+    scatters = not any("paged_append" in kernel for kernel in kernels)
+    found = dict.fromkeys([*PARTS, REST], 0.0)
+    for kernel, times in kernels.items():
+        part = next((part for part, words in PARTS.items() if any(word in kernel for word in words)), REST)
+        found["append" if scatters and "input_scatter" in kernel else part] += times["us"] / 1e3
+    return found
 
 
 def crossover(cells: list[dict[str, Any]]) -> float | None:
@@ -55,11 +60,9 @@ def waterfall(axis, cell: dict[str, Any]) -> None:
     """Kernel time of a step by part, and the 99th percentile of the whole step."""
     modes = {name: mode for name, mode in cell["modes"].items() if "kernels" in mode}
     left = dict.fromkeys(modes, 0.0)
+    parts = {name: times_of_parts(mode["kernels"]) for name, mode in modes.items()}
     for part, color in zip([*PARTS, REST], COLORS, strict=True):
-        width = {
-            name: sum(k["us"] for kernel, k in mode["kernels"].items() if part_of(kernel) == part) / 1e3
-            for name, mode in modes.items()
-        }
+        width = {name: parts[name][part] for name in modes}
         axis.barh(list(modes), list(width.values()), left=list(left.values()), color=color, label=part)
         left = {name: left[name] + width[name] for name in modes}
     for place, mode in enumerate(modes.values()):

@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
         say("There is no GPU here: everything runs through XLA on the CPU, for trials at small sizes.")
     config = published.get(args.config)
     config = synthesis.synthetic_config(dataclasses.replace(config, num_layers=args.layers or config.num_layers))
+    if jax.default_backend() == "cpu":
+        check_room(args.config, config, environment()["machine"]["memory"])
     spreads = synthesis.head_spreads(synthesis.profile(args.profile), config)
     directions = synthesis.directions(config, jax.random.key(1))
     params = decoder.unstack(synthesis.synthetic_params(config, spreads, directions, jax.random.key(0)))
@@ -61,6 +63,17 @@ def main(argv: Sequence[str]) -> int:
             cache = measure(args, chosen, programs, cache, cell, record["cells"][-1], save)
         del of_size, chosen, cache
     return 0
+
+
+def check_room(name: str, config: ModelConfig, memory: int | None) -> None:
+    """Raises ValueError where a CPU has no room to make the weights, drawn in float32 and kept in bfloat16."""
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(decoder.abstract(config, jnp.bfloat16)))
+    needed = 8 * numbers  # 4 bytes of float32 and as many of random bits
+    if memory is not None and needed > memory:
+        raise ValueError(
+            f"Weights of {name} take about {needed / 1e9:.0f} GB to make, and this machine has {memory / 1e9:.0f}; use "
+            "a GPU, or fewer layers by --layers."
+        )
 
 
 def runs_of(args, config: ModelConfig, params, cells: Sequence[Cell]) -> dict[str, Run]:

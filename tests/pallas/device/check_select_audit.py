@@ -202,7 +202,8 @@ def main() -> None:
     for row in selection + masses:
         if not row["ok"]:
             say("WRONG", row)
-    result = {"selection": selection, "masses": masses, "ceiling": ceiling()}
+    result: dict = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    result |= {"selection": selection, "masses": masses, "ceiling": ceiling()}
     say(f"read-only reduction {result['ceiling'] / 1e12:.2f} TB/s")
     if args.tune:
         result |= tune()
