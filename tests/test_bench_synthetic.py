@@ -46,9 +46,7 @@ def test_an_unknown_profile_or_model_is_refused_with_the_names_there_are(capsys)
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
     large = published.get("llama-3.1-8b")
-    with pytest.raises(
-        ValueError, match=r"llama-3.1-8b take about 64 GB to make, and this machine has 24; .* --layers"
-    ):
+    with pytest.raises(ValueError, match=r"llama-3.1-8b take about 64 GB to make, and this machine has 24; .*--layers"):
         synthetic.check_room("llama-3.1-8b", large, 24 * 10**9)
     synthetic.check_room("llama-3.1-8b", large, 80 * 10**9)
     synthetic.check_room("toy", TOY, None)

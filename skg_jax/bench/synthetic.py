@@ -39,11 +39,10 @@ COMPILATION = "/jax/core/compile/backend_compile_duration"  # an event of jax.mo
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns the exit code. Raises ValueError with one sentence."""
     args = arguments(argv)
-    if jax.default_backend() == "cpu":
-        say("There is no GPU here: everything runs through XLA on the CPU, for trials at small sizes.")
     config = published.get(args.config)
     config = synthesis.synthetic_config(dataclasses.replace(config, num_layers=args.layers or config.num_layers))
     if jax.default_backend() == "cpu":
+        say("There is no GPU here: everything runs through XLA on the CPU, for trials at small sizes.")
         check_room(args.config, config, environment()["machine"]["memory"])
     spreads = synthesis.head_spreads(synthesis.profile(args.profile), config)
     directions = synthesis.directions(config, jax.random.key(1))

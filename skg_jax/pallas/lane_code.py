@@ -6,11 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 WARPGROUP = 128
 WARP = 32
+REF = plgpu.RefType()
+SCALAR = plgpu.Layout.WG_SPLAT(())
+SAME = plgpu.Layout.WG_SPLAT((WARPGROUP,))  # one value in every lane
 
 
 def i32():

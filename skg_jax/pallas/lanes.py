@@ -21,7 +21,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
+from skg_jax.pallas import radix
 from skg_jax.pallas.lane_code import (
+    REF,
+    SAME,
+    SCALAR,
     WARP,
     WARPGROUP,
     as_array,
@@ -37,15 +41,12 @@ from skg_jax.pallas.lane_code import (
     signed,
     tree,
     warp_number,
-)  # fmt: skip
-from skg_jax.pallas.radix import Cut, Radix, Window
+)
+from skg_jax.pallas.radix import Cut, Window
 
 TOGETHER = 4  # arrays that one barrier can serve
 _HELD = 64  # registers of arrays that are reduced together
 SLOTS = 3 + 2 * TOGETHER  # of shared memory: two for code in a line, as wide as that, two for loops, one for the list
-_REF = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-_SAME = plgpu.Layout.WG_SPLAT((WARPGROUP,))  # one value in every lane
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,7 +56,7 @@ class Lanes:
     Args:
       warpgroups: of 128 lanes in the block.
       registers: pages that one lane holds.
-      scratch: int32 [SLOTS, 4 * warpgroups] in shared memory. bins: see `Radix`.
+      scratch: int32 [SLOTS, 4 * warpgroups] in shared memory. bins: see `radix.clear`.
     """
 
     warpgroups: int
@@ -92,7 +93,7 @@ class Lanes:
         """
         read = functools.partial(_load, count=self.registers)
         kind = self._array(dtype)
-        return plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR), return_type=kind)(read)(
+        return plgpu.inline_mgpu(arg_types=(REF, SCALAR, SCALAR), return_type=kind)(read)(
             array, _row_number(array, at), used
         )
 
@@ -113,23 +114,19 @@ class Lanes:
         return self._reduce(xs, "max", jnp.int32(self._turn * TOGETHER))
 
     def _reduce(self, xs: list, op: str, slot) -> list:
-        kinds = [plgpu.ShapeDtypeStruct((WARPGROUP,), x.dtype, _SAME) for x in xs]
+        kinds = [plgpu.ShapeDtypeStruct((WARPGROUP,), x.dtype, SAME) for x in xs]
         run = functools.partial(_reduce, op=op, warps=4 * self.warpgroups)
-        args = (_REF, _SCALAR, *[self._layout] * len(xs))
+        args = (REF, SCALAR, *[self._layout] * len(xs))
         found = plgpu.inline_mgpu(arg_types=args, return_type=kinds)(run)(self.scratch, slot, *xs)
         return [one_of(x) for x in found]
 
-    @property
-    def _radix(self) -> Radix:
-        return Radix(warpgroups=self.warpgroups, bins=self.bins, layout=self._layout)
-
     def clear(self) -> None:
         """Empty all bins; before the first reduction, and that before the first `cut`."""
-        self._radix.clear()
+        radix.clear(self.bins, self.warpgroups)
 
     def cut(self, key, weights: list, window: Window, above, limit, turn) -> Cut:
-        """See `Radix.cut`."""
-        return self._radix.cut(key, weights, window, above, limit, turn)
+        """See `radix.cut`."""
+        return radix.cut(self.bins, self._layout, key, weights, window, above, limit, turn)
 
     def write(self, read, ids_gmem, mask_gmem, at: tuple):
         """Store row `at` of the list of pages with read != 0, ascending, and of the mask. Returns how many there are.
@@ -137,8 +134,8 @@ class Lanes:
         Entries of the list past their number are M - 1.
         """
         run = functools.partial(_write, warps=4 * self.warpgroups, slot=SLOTS - 1)
-        kind = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, _SAME)
-        call = plgpu.inline_mgpu(arg_types=(self._layout, _REF, _REF, _SCALAR, _REF), return_type=kind)(run)
+        kind = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, SAME)
+        call = plgpu.inline_mgpu(arg_types=(self._layout, REF, REF, SCALAR, REF), return_type=kind)(run)
         return one_of(call(read, ids_gmem, mask_gmem, _row_number(ids_gmem, at), self.scratch))
 
 

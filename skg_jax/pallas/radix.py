@@ -6,7 +6,6 @@ barrier a digit, and bins of its own for each, so that none has to be cleared ag
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,6 +17,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from skg_jax.pallas.lane_code import (
+    REF,
+    SAME,
+    SCALAR,
     WARP,
     WARPGROUP,
     as_same,
@@ -37,9 +39,6 @@ BINS = 1 << BITS
 TURNS = 4  # digits of a key of 30 bits: 8, 8, 8, 6
 _EACH = BINS // WARP  # bins of a lane
 _STEPS = (1, 2, 4, 8, 16)
-_REF = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-_SAME = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, plgpu.Layout.WG_SPLAT((WARPGROUP,)))
 
 
 class Window(NamedTuple):
@@ -58,33 +57,22 @@ class Cut(NamedTuple):
     beyond: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Radix:
-    """The histograms of a block.
+def clear(bins: jax.Ref, warpgroups: int) -> None:
+    """Empty the histograms, int32 [TURNS, BINS] in shared memory. A block barrier must follow before a `cut`."""
+    plgpu.inline_mgpu(arg_types=(REF,))(functools.partial(_clear, threads=WARPGROUP * warpgroups))(bins)
+
+
+def cut(bins: jax.Ref, layout, key, weights: list, window: Window, above, limit, turn) -> Cut:
+    """The highest bin such that it, the bins after it and `above` hold at least `limit`; bin 0 if there is none.
 
     Args:
-      warpgroups: of 128 lanes in the block. bins: int32 [TURNS, BINS] in shared memory.
-      layout: of arrays of keys and weights.
+      layout: of key and weights. key: int32 array. weights: its weights, not negative, as the only element; empty: 1
+        each. above: what keys after the window hold, less than `limit`. turn: number of the call, from 0, below TURNS.
     """
-
-    warpgroups: int
-    bins: jax.Ref
-    layout: Any
-
-    def clear(self) -> None:
-        """Empty all bins. A block barrier must follow before the first `cut`."""
-        plgpu.inline_mgpu(arg_types=(_REF,))(functools.partial(_clear, threads=WARPGROUP * self.warpgroups))(self.bins)
-
-    def cut(self, key, weights: list, window: Window, above, limit, turn) -> Cut:
-        """The highest bin such that it, the bins after it and `above` hold at least `limit`; bin 0 if there is none.
-
-        Args:
-          key: int32 array. weights: its weights, not negative, as the only element; empty: 1 each.
-          above: what keys after the window hold, less than `limit`. turn: number of the call, from 0, below TURNS.
-        """
-        args = (_REF, *[self.layout] * (1 + len(weights)), *[_SCALAR] * 6)
-        call = plgpu.inline_mgpu(arg_types=args, return_type=[_SAME] * 3)(_cut)
-        return Cut(*[one_of(x) for x in call(self.bins, key, *weights, *window, above, limit, turn)])
+    args = (REF, *[layout] * (1 + len(weights)), *[SCALAR] * 6)
+    kinds = [plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, SAME)] * len(Cut._fields)
+    found = plgpu.inline_mgpu(arg_types=args, return_type=kinds)(_cut)(bins, key, *weights, *window, above, limit, turn)
+    return Cut(*[one_of(x) for x in found])
 
 
 def _clear(ctx, bins, *, threads: int):

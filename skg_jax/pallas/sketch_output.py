@@ -33,7 +33,7 @@ def names(plan: Plan) -> list[str]:
     return ["estimate", "bounds"] if plan.bounded else ["estimate"]
 
 
-def slot(plan: Plan, side: Register | None, head: Register, member: Register, page: Register) -> tuple[str, Register]:
+def entry(plan: Plan, side: Register | None, head: Register, member: Register, page: Register) -> tuple[str, Register]:
     """The output that holds a number, and at which byte."""
     if side is None:
         return "estimate", ((head * plan.unit.group + member) * plan.pages + page) * 4
@@ -46,7 +46,7 @@ def store(plan: Plan, results: Results, pointers, j: Register, h: Register, plac
     page = block * plan.unit.pages + results.page
     for out in results.outputs:
         mine = out.mine & (block < place.count)
-        name, at = slot(plan, out.side, place.head + h, results.member, page)
+        name, at = entry(plan, out.side, place.head + h, results.member, page)
         address = llvm.ptrtoint(ir.IntegerType.get_signless(64), advance(pointers[name], at))
         _store_where(mine, "global", address, _if_known(out, place.known >> j))
 
@@ -81,8 +81,8 @@ def _flush_rows(plan: Plan, name: str, lane: Register, rows: Mlir, output: Mlir,
         row = (lane >> log2(plan.run)) + first
         inside = (row < count) & (block < place.run)
         with ir.InsertionPoint(scf.IfOp(inside.value, [], has_else=False).then_block):
-            side, member = (None, row) if name == "estimate" else divided(row, group)
-            _, at = slot(plan, side, head, member, page)
+            side, member = (None, row) if name == "estimate" else divmod(row, group)
+            _, at = entry(plan, side, head, member, page)
             source = advance(rows, ((row + start) * plan.row_width + block * pages) * 4)
             _copy(source, advance(output, at), pages)
             scf.yield_([])
@@ -105,11 +105,6 @@ def _store_where(condition: Register, memory: str, address: Mlir, value: Mlir) -
 
 def advance(pointer: Mlir, offset: Register) -> Mlir:
     return utils.getelementptr(pointer, [offset.value], ir.IntegerType.get_signless(8))
-
-
-def divided(x: Register, by: int) -> tuple[Register, Register]:
-    quotient = Register(arith.divui(x.value, utils.c(by, ir.IntegerType.get_signless(32))))
-    return quotient, x - quotient * by
 
 
 def log2(power: int) -> int:

@@ -19,7 +19,8 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxtyping import Array, Float, UInt32
 
 from skg_jax.pallas import sketch_output
-from skg_jax.pallas.sketch_output import Place, advance, divided, log2
+from skg_jax.pallas.lane_code import REF, SCALAR, WARPGROUP, const, scalar, warp_number
+from skg_jax.pallas.sketch_output import Place, advance, log2
 from skg_jax.pallas.sketch_plan import NORMS, WARPS, Plan
 from skg_jax.pallas.sketch_query import Column, operands, prepare_columns
 from skg_jax.pallas.sketch_sums import Results
@@ -28,9 +29,6 @@ from skg_jax.pallas.warp import ArrayWarp, GpuWarp, Register
 
 UNKNOWN = {"estimate": -math.inf, "lower": -math.inf, "upper": math.inf}
 _SIDES = {"lower": 0, "upper": 1}  # of the bounds
-_REF = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-_WARPGROUP = 128
 
 
 # --- on the GPU -----------------------------------------------------------------------------------------------------
@@ -39,20 +37,20 @@ _WARPGROUP = 128
 def prepare_queries(plan: Plan, dtype, q_gmem, smem) -> None:
     """All columns of a thread block, over the warps of its consumers. q_gmem: [heads, G, H]."""
     code = functools.partial(_emit_queries, plan=plan, dtype=dtype)
-    plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF))(code)(q_gmem, smem["query"], smem["columns"])
+    plgpu.inline_mgpu(arg_types=(REF, REF, REF))(code)(q_gmem, smem["query"], smem["columns"])
 
 
 def score_stage(plan: Plan, smem, slot, outs, place: Place) -> None:
     """The units of a stage, one to a warp. outs: estimate [K, G, M] and, if there are any, bounds [K, 2, G, M]."""
     refs = [smem[name] for name in plan.own()] + [smem[name].at[slot] for name in plan.fields] + [*outs]
     code = functools.partial(_emit_stage, plan=plan)
-    plgpu.inline_mgpu(arg_types=(*[_REF] * len(refs), *[_SCALAR] * len(place)))(code)(*refs, *place)
+    plgpu.inline_mgpu(arg_types=(*[REF] * len(refs), *[SCALAR] * len(place)))(code)(*refs, *place)
 
 
 def fill_block(plan: Plan, outs, head, block) -> None:
     """Say that nothing is known of a block past the length."""
     code = functools.partial(_emit_fill, plan=plan)
-    plgpu.inline_mgpu(arg_types=(*[_REF] * len(outs), _SCALAR, _SCALAR))(code)(*outs, head, block)
+    plgpu.inline_mgpu(arg_types=(*[REF] * len(outs), SCALAR, SCALAR))(code)(*outs, head, block)
 
 
 def _emit_queries(ctx, q_gmem, query_smem, columns_smem, *, plan: Plan, dtype) -> None:
@@ -72,7 +70,7 @@ def _emit_queries(ctx, q_gmem, query_smem, columns_smem, *, plan: Plan, dtype) -
 def _emit_stage(ctx, *args, plan: Plan) -> None:
     names = [*plan.own(), *plan.fields, *sketch_output.names(plan)]
     pointers = {name: utils.memref_ptr(ref) for name, ref in zip(names, args, strict=False)}
-    place = Place(*[Register(_scalar(x)) for x in args[len(names) :]])
+    place = Place(*[Register(scalar(x)) for x in args[len(names) :]])
     number = _warp() & (WARPS - 1)  # a stage has as many units
     j, h = number >> log2(plan.heads_of_stage), number & (plan.heads_of_stage - 1)
     offsets = _unit_offsets(plan, j, h, place.local_head)
@@ -99,35 +97,27 @@ def _unit_offsets(plan: Plan, j: Register, h: Register, local_head: Register) ->
 def _emit_fill(ctx, *args, plan: Plan) -> None:
     *outs, head, block = args
     pointers = {name: utils.memref_ptr(out) for name, out in zip(sketch_output.names(plan), outs, strict=True)}
-    head, block = Register(_scalar(head)), Register(_scalar(block))
+    head, block = Register(scalar(head)), Register(scalar(block))
     rows, pages = plan.heads * plan.unit.group, plan.unit.pages
-    for first in range(0, rows * pages, _WARPGROUP):
-        number = Register(arith.remui(utils.thread_idx(), _i32(_WARPGROUP))) + first
+    for first in range(0, rows * pages, WARPGROUP):
+        number = Register(arith.remui(utils.thread_idx(), const(WARPGROUP))) + first
         row, page = number >> log2(pages), block * pages + (number & (pages - 1))
-        local, member = divided(row, plan.unit.group)
+        local, member = divmod(row, plan.unit.group)
         with ir.InsertionPoint(scf.IfOp((row < rows).value, [], has_else=False).then_block):
             for name, number in UNKNOWN.items() if plan.bounded else [("estimate", UNKNOWN["estimate"])]:
-                side = None if name == "estimate" else Register(_i32(_SIDES[name]))
-                output, at = sketch_output.slot(plan, side, head + local, member, page)
+                side = None if name == "estimate" else Register(const(_SIDES[name]))
+                output, at = sketch_output.entry(plan, side, head + local, member, page)
                 llvm.store(_f32(number), advance(pointers[output], at), alignment=4)
             scf.yield_([])
 
 
 def _warp() -> Register:
-    """Number of the warp in its thread block. Not broadcast over the warp: that takes longer than it saves."""
-    return Register(utils.warp_idx(sync=False))
-
-
-def _scalar(x) -> ir.Value:
-    return x.registers.item() if hasattr(x, "registers") else x
+    """Number of the warp in its thread block."""
+    return Register(warp_number())
 
 
 def _at_most(x: Register, largest: int) -> Register:
-    return Register(arith.minui(x.value, _i32(largest)))
-
-
-def _i32(value: int) -> ir.Value:
-    return utils.c(value, ir.IntegerType.get_signless(32))
+    return Register(arith.minui(x.value, const(largest)))
 
 
 def _f32(value: float) -> ir.Value:

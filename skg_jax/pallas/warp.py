@@ -178,6 +178,10 @@ class Register:
     def __mul__(self, other):
         return self._apply(arith.muli, arith.mulf, other)
 
+    def __divmod__(self, by: int):
+        quotient = Register(arith.divui(self.value, self._like(by)))
+        return quotient, self - quotient * by
+
     def __and__(self, other):
         return Register(arith.andi(self.value, self._like(other)))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from models import decoder, registry
 from skg_jax.decode import Program, Rows, decode_loop, empty_log
@@ -163,6 +164,24 @@ def test_a_second_request_of_the_same_shape_compiles_nothing(mixed, caplog):
     assert not [m for m in compiled if "decode_loop" in m]
     jitted: Any = decode_loop  # the number of its programs is no part of jax's declared interface
     assert jitted._cache_size() <= 2  # guarded and dense
+
+
+def test_the_switch_returns_two_arrays_beside_the_cache():
+    """Each result is a copy on a GPU: hidden states, and all numbers of the rows as one."""
+    asked = tiny.requests(PROMPTS, STEPS, [1e3, 0.2, 1e-9])
+    cache, rows = tiny.start(PROMPTS, asked)
+    traced = decode_loop.trace(tiny.params(), cache, asked, rows, None, program=tiny.PROGRAM)
+    (switch,) = [eqn for eqn in _equations(traced.jaxpr.jaxpr) if eqn.primitive.name == "cond"]
+    of_cache = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)}
+    others = [var.aval for var in switch.outvars if (var.aval.shape, var.aval.dtype) not in of_cache]
+    assert [x.ndim for x in others] == [2, 2] and {x.shape[0] for x in others} == {len(PROMPTS)}
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in jaxprs_in_params(eqn.params):
+            yield from _equations(sub)
 
 
 @pytest.mark.parametrize("given", [True, False])

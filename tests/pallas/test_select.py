@@ -78,16 +78,8 @@ def test_a_limit_that_is_just_met_reads_no_page_of_no_weight():
     weight = (share * select.WHOLE + 0.5).astype(jnp.int32)
     assert weight[3:].tolist() == [1, 0, 0]
     block, none = select._Interpreted(pages=6), jnp.int32(0)
-    choose = lambda limit, by: select._first(
-        share,
-        weight if by == "share" else jnp.ones(6, jnp.int32),
-        jnp.ones(6, bool),
-        none,
-        limit,
-        block.ids(),
-        block,
-        by,
-    )
+    weights, others = {"share": weight, "count": jnp.ones_like(weight)}, jnp.ones(6, bool)
+    choose = lambda limit, by: select._first(share, weights[by], others, none, limit, block.ids(), block, by)
     assert choose(weight[:4].sum(), "share").tolist() == [True] * 4 + [False] * 2
     assert choose(weight[:3].sum(), "share").tolist() == [True] * 3 + [False] * 3
     assert choose(jnp.int32(4), "count").tolist() == [True] * 4 + [False] * 2

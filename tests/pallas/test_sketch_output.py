@@ -68,10 +68,8 @@ class Case(NamedTuple):
         pages = self.plan.unit.pages
         unknown = UNKNOWN.repeat(self.plan.unit.group)[: self.plan.rows, None]
         all_of_them = np.where(self.known.repeat(pages), self.numbers, unknown)
-        written = (np.arange(self.plan.pages) // pages >= FIRST) & (
-            np.arange(self.plan.pages) // pages < FIRST + blocks
-        )
-        return np.where(written, all_of_them, np.nan)
+        block = np.arange(self.plan.pages) // pages - FIRST
+        return np.where((block >= 0) & (block < blocks), all_of_them, np.nan)
 
 
 def register(x) -> Register:

@@ -40,6 +40,13 @@ def test_ranks_count_what_comes_before(jitted, n):
     np.testing.assert_array_equal(found, valid.cumsum(1) - valid)
 
 
+def test_a_long_sum_is_cut_into_runs_on_a_gpu_alone(monkeypatch):
+    for cpu, cuts in ((True, 0), (False, 3)):  # 17 folds, five of them together
+        monkeypatch.setattr(sums, "on_cpu", lambda cpu=cpu: cpu)
+        found = str(jax.make_jaxpr(lambda x: sums.tree_sum(x))(jnp.zeros(100_000)))
+        assert found.count("optimization_barrier") == cuts
+
+
 def test_sums_stay_accurate_at_a_million_terms(jitted):
     x = np.random.default_rng(0).random(1_000_003).astype(np.float32)
     exact = x.astype(np.float64).sum()

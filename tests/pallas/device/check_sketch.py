@@ -89,13 +89,16 @@ def correctness() -> list[dict]:
         for page in both
         for bound in BOUNDS
     ]
+    wide, narrow = (8, 4, 128), (4, 1, 128)
     others = [
-        (0, {"splits": 5, "groups": 2, "together": 4}),
-        (0, {"splits": 1, "run": 8}),
-        (1, {"splits": 1, "run": 8}),
+        check(*wide, 16, "token", bf16, splits=5, groups=2, together=4),
+        check(*wide, 16, "token", bf16, splits=1, run=8),
+        check(*wide, 16, "group", bf16, splits=1, run=8),
+        check(*wide, 16, "none", bf16, splits=2, run=4),
+        check(*wide, 64, "group", bf16, splits=1, run=2),
+        check(*narrow, 32, "token", f32, splits=1, run=8),
     ]
-    others += [(2, {"splits": 2, "run": 4}), (4, {"splits": 1, "run": 2}), (24, {"splits": 1, "run": 8})]
-    return [check(*cell) for cell in grid] + [check(*grid[i], **options) for i, options in others]
+    return [check(*cell) for cell in grid] + others
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------
